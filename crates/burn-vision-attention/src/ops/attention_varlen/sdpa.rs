@@ -1,0 +1,119 @@
+//! `sdpa`: segment by segment through Burn's own `attention` operation.
+
+use std::ops::Range;
+
+use burn::tensor::Tensor;
+use burn::tensor::module::attention as burn_attention;
+use burn::tensor::ops::AttentionModuleOptions;
+
+use super::composed::{ChunkSize, band_mask};
+use super::options::Band;
+use super::problem::Attention;
+
+/// Output `[tokens, heads, value_dim]`.
+///
+/// Backends without a fused `attention` materialise the scores of a call, so that long segments are
+/// passed on in chunks of queries and heads.
+pub(super) fn sdpa(attention: &Attention<'_>) -> Tensor<3> {
+    let mut outs = Vec::new();
+    for (queries, keys) in attention.segments_q.ranges().zip(attention.segments_k.ranges()) {
+        let band = Band::new(attention.options, queries.len(), keys.len());
+        let seeing = band.seeing_rows();
+        if seeing.start > 0 {
+            outs.push(attention.unseeing(seeing.start).0);
+        }
+        if !seeing.is_empty() {
+            outs.push(segment(attention, &queries, &keys, &band, &seeing));
+        }
+        if seeing.end < queries.len() {
+            outs.push(attention.unseeing(queries.len() - seeing.end).0);
+        }
+    }
+    if outs.is_empty() {
+        return attention.unseeing(attention.sizes.tokens).0;
+    }
+    Tensor::cat(outs, 0)
+}
+
+fn segment(
+    attention: &Attention<'_>,
+    queries: &Range<usize>,
+    keys: &Range<usize>,
+    band: &Band,
+    seeing: &Range<usize>,
+) -> Tensor<3> {
+    let sizes = attention.sizes;
+    let group = sizes.heads / sizes.kv_heads;
+    let q = batched(&attention.q, queries);
+    // Burn's operation wants as many key heads as query heads on most backends.
+    let k = batched(&attention.k, keys).repeat_heads(group);
+    let v = batched(&attention.v, keys).repeat_heads(group);
+    // Half precision is upcast inside some backends' operation.
+    let bytes = q.dtype().size().max(4);
+    let size = ChunkSize::new(sizes.heads, 1, seeing.len(), keys.len(), bytes);
+
+    let mut outs = Vec::new();
+    for start in seeing.clone().step_by(size.rows) {
+        let rows = start..(start + size.rows).min(seeing.end);
+        let columns = band.keys(&rows);
+        let mut head_outs = Vec::new();
+        for head in (0..sizes.heads).step_by(size.kv_heads) {
+            let heads = size.kv_heads.min(sizes.heads - head);
+            let part = |x: &Tensor<4>, range: &Range<usize>| {
+                x.clone().narrow(1, head, heads).narrow(2, range.start, range.len())
+            };
+            let (q, k, v) = (part(&q, &rows), part(&k, &columns), part(&v, &columns));
+            head_outs.push(chunk(attention, [q, k, v], band, &rows, &columns));
+        }
+        let out = Tensor::cat(head_outs, 1);
+        outs.push(out.reshape([sizes.heads, rows.len(), sizes.value_dim]).swap_dims(0, 1));
+    }
+    Tensor::cat(outs, 0)
+}
+
+/// One call; q `[1, heads, rows, head_dim]`, k and v `[1, heads, columns, dim]`.
+fn chunk(
+    attention: &Attention<'_>,
+    [q, k, v]: [Tensor<4>; 3],
+    band: &Band,
+    rows: &Range<usize>,
+    columns: &Range<usize>,
+) -> Tensor<4> {
+    let [_, heads, ..] = q.dims();
+    let ragged = band.is_ragged(rows);
+    // The keys end at the last row's diagonal, where Burn aligns its triangle too.
+    let is_causal = ragged && band.is_triangle();
+    let mask = (ragged && !is_causal).then(|| {
+        band_mask(attention, band, rows, columns)
+            .unsqueeze::<4>()
+            .expand([1, heads, rows.len(), columns.len()])
+    });
+    let options = AttentionModuleOptions {
+        scale: attention.options.softmax_scale,
+        softcap: attention.options.softcap,
+        is_causal,
+    };
+    burn_attention(q, k, v, mask, None, options)
+}
+
+/// The tokens of a segment as `[1, heads, tokens, dim]`.
+fn batched(x: &Tensor<3>, tokens: &Range<usize>) -> Tensor<4> {
+    x.clone().narrow(0, tokens.start, tokens.len()).swap_dims(0, 1).unsqueeze_dim(0)
+}
+
+trait RepeatHeads {
+    fn repeat_heads(self, group: usize) -> Self;
+}
+
+impl RepeatHeads for Tensor<4> {
+    /// `[1, heads, tokens, dim]` to `[1, heads * group, tokens, dim]`, each head `group` times.
+    fn repeat_heads(self, group: usize) -> Self {
+        if group == 1 {
+            return self;
+        }
+        let [batch, heads, tokens, dim] = self.dims();
+        self.unsqueeze_dim::<5>(2)
+            .expand([batch, heads, group, tokens, dim])
+            .reshape([batch, heads * group, tokens, dim])
+    }
+}
