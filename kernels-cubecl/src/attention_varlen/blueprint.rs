@@ -1,0 +1,191 @@
+//! Compile-time choices for attention, derived from problem and device.
+
+use core::fmt;
+
+use cubecl::ir::{AddressType, DeviceProperties, ElemType};
+
+use super::problem::{AttentionProblem, HEAD_DIMS};
+use crate::{
+    Unsupported,
+    device::{address_type, check_bindings, check_dtype, check_units},
+    layout::VECTOR,
+    tile::{Simt, TileShape},
+    work_list::MAX_TOKENS,
+};
+
+/// Shared memory that a cube may use on any device, in bytes. WebGPU's guaranteed 16 KiB is less,
+/// and the device's own limit applies as well; more than this would halve the cubes that reside on
+/// one multiprocessor.
+const SHARED_MEMORY_BUDGET: usize = 32 * 1024;
+
+/// q, k, v, work list, out, lse.
+const BINDINGS: u32 = 6;
+
+/// Units along keys and along query rows.
+const UNITS: (usize, usize) = (8, 8);
+
+/// Query rows and keys per unit, best first: larger register tiles read shared memory less often.
+const REGISTER_TILES: [(usize, usize); 5] = [(4, 4), (4, 2), (2, 2), (2, 1), (1, 1)];
+
+/// Everything that is decided before an attention kernel is compiled.
+///
+/// Problems with equal blueprints share one compiled kernel, whatever their lengths, head counts,
+/// strides, scale and window sizes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct AttentionBlueprint {
+    pub(super) shape: TileShape,
+    pub(super) dtype: ElemType,
+    /// Elements per read of q, k and v.
+    pub(super) vectors: [usize; 3],
+    pub(super) bounded_left: bool,
+    pub(super) bounded_right: bool,
+    pub(super) softcap: bool,
+    pub(super) address_type: AddressType,
+}
+
+impl AttentionBlueprint {
+    /// Query rows per tile: what the [`WorkList`](crate::WorkList) has to be cut for.
+    pub fn tile_q(&self) -> usize {
+        self.shape.q_rows
+    }
+
+    /// Keys per tile.
+    pub fn tile_k(&self) -> usize {
+        self.shape.k_rows
+    }
+
+    /// Units of one cube.
+    pub fn units(&self) -> usize {
+        self.shape.units()
+    }
+
+    /// Bytes of shared memory of one cube.
+    pub fn shared_memory(&self) -> usize {
+        Simt::shared_memory(self.shape)
+    }
+}
+
+impl fmt::Display for AttentionBlueprint {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let shape = &self.shape;
+        write!(
+            f,
+            "attention_varlen simt {} head_dim {}/{} tile {}x{} units {}x{} vectors {:?} shared {} B {:?}",
+            self.dtype,
+            shape.head_dim,
+            shape.value_dim,
+            shape.q_rows,
+            shape.k_rows,
+            shape.units_y,
+            shape.units_x,
+            self.vectors,
+            self.shared_memory(),
+            self.address_type,
+        )?;
+        for (set, name) in [
+            (self.bounded_left, "left-bounded"),
+            (self.bounded_right, "right-bounded"),
+            (self.softcap, "softcap"),
+        ] {
+            if set {
+                write!(f, " {name}")?;
+            }
+        }
+        Ok(())
+    }
+}
+
+/// The blueprint for a problem on a device, or the property that is missing. Cheap; compiles and
+/// allocates nothing.
+///
+/// # Errors
+///
+/// If the device or the kernel cannot serve the problem; see [`Unsupported`].
+///
+/// # Panics
+///
+/// If the shapes of the problem do not fit together.
+pub fn supports(
+    properties: &DeviceProperties,
+    problem: &AttentionProblem,
+) -> Result<AttentionBlueprint, Unsupported> {
+    problem.check();
+    check_dtype(properties, "q, k, v", problem.dtype)?;
+    check_head_dim("q, k", problem.head_dim())?;
+    check_head_dim("v", problem.value_dim())?;
+    check_tokens("q", problem.tokens_q())?;
+    check_tokens("k, v", problem.tokens_k())?;
+    check_bindings(properties, BINDINGS)?;
+    let shape = tile_shape(properties, problem)?;
+    check_units(properties, shape.units() as u32)?;
+    let out = crate::TensorLayout::contiguous(problem.out_shape());
+    let address_type = address_type(
+        properties,
+        &[
+            ("q", problem.q),
+            ("k", problem.k),
+            ("v", problem.v),
+            ("out", out),
+        ],
+    )?;
+    let (left, right) = problem.band();
+    Ok(AttentionBlueprint {
+        shape,
+        dtype: problem.dtype,
+        vectors: [problem.q, problem.k, problem.v].map(|tensor| tensor.vector_size(VECTOR)),
+        bounded_left: left.is_some(),
+        bounded_right: right.is_some(),
+        softcap: problem.softcap.is_some(),
+        address_type,
+    })
+}
+
+fn check_head_dim(argument: &'static str, head_dim: usize) -> Result<(), Unsupported> {
+    if (16..=256).contains(&head_dim) && head_dim.is_multiple_of(8) {
+        return Ok(());
+    }
+    Err(Unsupported::HeadDim {
+        argument,
+        head_dim,
+        allowed: HEAD_DIMS,
+    })
+}
+
+fn check_tokens(argument: &'static str, tokens: usize) -> Result<(), Unsupported> {
+    if tokens <= MAX_TOKENS {
+        return Ok(());
+    }
+    Err(Unsupported::Tokens {
+        argument,
+        tokens,
+        limit: MAX_TOKENS,
+    })
+}
+
+/// The largest register tile whose shared memory fits.
+fn tile_shape(
+    properties: &DeviceProperties,
+    problem: &AttentionProblem,
+) -> Result<TileShape, Unsupported> {
+    let available = properties
+        .hardware
+        .max_shared_memory_size
+        .min(SHARED_MEMORY_BUDGET);
+    let (units_x, units_y) = UNITS;
+    let shape = |(rows, keys): (usize, usize)| TileShape {
+        q_rows: rows * units_y,
+        k_rows: keys * units_x,
+        head_dim: problem.head_dim(),
+        value_dim: problem.value_dim(),
+        units_x,
+        units_y,
+    };
+    REGISTER_TILES
+        .into_iter()
+        .map(shape)
+        .find(|&candidate| Simt::shared_memory(candidate) <= available)
+        .ok_or_else(|| Unsupported::SharedMemory {
+            required: Simt::shared_memory(shape(REGISTER_TILES[REGISTER_TILES.len() - 1])),
+            available,
+        })
+}

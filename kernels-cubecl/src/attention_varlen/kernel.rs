@@ -1,0 +1,109 @@
+//! The attention loop.
+
+use cubecl::{ir::ElemType, prelude::*};
+
+use super::AttentionBlueprint;
+use crate::{
+    tile::{Band, MASKED, TileAlgebra},
+    work_list::TILE_WORDS,
+};
+
+/// One cube per (query tile, head); see [`TileAlgebra`] for what the steps do.
+///
+/// Cubes are numbered with the tile running fastest, so that neighbours share keys and values.
+#[cube(launch_unchecked, address_type = "dynamic")]
+pub(super) fn attention_varlen<T: TileAlgebra, F: Float, NQ: Size, NK: Size, NV: Size>(
+    q: &Tensor<Vector<F, NQ>>,
+    k: &Tensor<Vector<F, NK>>,
+    v: &Tensor<Vector<F, NV>>,
+    work: &[i32],
+    out: &mut [Vector<F, Const<4>>],
+    lse: &mut [f32],
+    tiles: u32,
+    heads: u32,
+    heads_per_kv: u32,
+    query_scale: f32,
+    softcap: f32,
+    left: i32,
+    right: i32,
+    minus_infinity: f32,
+    #[comptime] blueprint: AttentionBlueprint,
+    #[define(F)] _dtype: ElemType,
+    #[define(NQ)] _vector_q: usize,
+    #[define(NK)] _vector_k: usize,
+    #[define(NV)] _vector_v: usize,
+) {
+    let shape = comptime!(blueprint.shape);
+    let cube = CUBE_POS as u32;
+    if cube >= tiles * heads {
+        terminate!();
+    }
+    let head = (cube / tiles) as usize;
+    let head_kv = head / heads_per_kv as usize;
+    let item = (cube % tiles) as usize * TILE_WORDS;
+    let q_start = work[item] as usize;
+    let q_rows = work[item + 1];
+    let k_start = work[item + 2] as usize;
+    let band = Band {
+        diagonal: work[item + 4],
+        left,
+        right,
+        k_len: work[item + 3],
+        bounded_left: comptime!(blueprint.bounded_left),
+        bounded_right: comptime!(blueprint.bounded_right),
+    };
+
+    let mut workspace = T::workspace(shape);
+    let mut scores = T::scores(shape);
+    let mut output = T::output(shape);
+    let mut maximum = T::rows(f32::new(MASKED), shape);
+    let mut sum = T::rows(f32::new(0.0f32), shape);
+    let mut correction = T::rows(f32::new(0.0f32), shape);
+
+    let q_origin = q_start * q.stride(0) + head * q.stride(1);
+    T::load_query::<F, NQ>(&mut workspace, q, q_origin, q_rows as u32, query_scale, shape);
+
+    let tile_k = comptime!(shape.k_rows as i32);
+    let end = band.end_key(q_rows);
+    let mut key = band.first_key();
+    while key < end {
+        let keys = min(tile_k, band.k_len - key) as u32;
+        let token = k_start + key as usize;
+
+        let k_origin = token * k.stride(0) + head_kv * k.stride(1);
+        T::load_key::<F, NK>(&mut workspace, k, k_origin, keys, shape);
+        sync_cube();
+        T::mma_ab_t(&workspace, &mut scores, shape);
+        if comptime!(blueprint.softcap) {
+            T::softcap(&mut scores, softcap, shape);
+        }
+        T::mask(&mut scores, &band, key, shape);
+        T::row_max(&mut workspace, &scores, &mut maximum, &mut correction, shape);
+        T::exp(&mut scores, &maximum, shape);
+        T::row_sum(&scores, &mut sum, &correction, shape);
+        T::rescale(&mut output, &correction, shape);
+
+        T::stage_weights(&mut workspace, &scores, shape);
+        let v_origin = token * v.stride(0) + head_kv * v.stride(1);
+        T::load_value::<F, NV>(&mut workspace, v, v_origin, keys, shape);
+        sync_cube();
+        T::mma_ab(&workspace, &mut output, shape);
+        sync_cube();
+
+        key += tile_k;
+    }
+
+    T::store::<F>(
+        &mut workspace,
+        &output,
+        &maximum,
+        &sum,
+        out,
+        lse,
+        q_start * heads as usize + head,
+        heads as usize,
+        q_rows as u32,
+        minus_infinity,
+        shape,
+    );
+}

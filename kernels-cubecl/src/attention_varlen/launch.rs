@@ -1,0 +1,153 @@
+//! Launching attention.
+
+use cubecl::{client::Client, prelude::*};
+
+use super::{AttentionProblem, blueprint::supports, kernel::attention_varlen};
+use crate::{
+    DeviceWorkList, LaunchError, TensorLayout,
+    layout::{VECTOR, check_binding, check_buffer},
+    tile::Simt,
+    work_list::{MAX_TOKENS, fold_grid},
+};
+
+/// The tensors of one attention launch.
+pub struct AttentionTensors {
+    /// Queries, laid out as the problem says.
+    pub q: TensorBinding,
+    /// Keys, laid out as the problem says.
+    pub k: TensorBinding,
+    /// Values, laid out as the problem says.
+    pub v: TensorBinding,
+    /// Output `[tokens_q, heads, value_dim]`, contiguous, of the problem's element type. Every
+    /// element is written.
+    pub out: TensorBinding,
+    /// Log-sum-exp of the scaled scores `[tokens_q, heads]`, contiguous, f32. Every element is
+    /// written; minus infinity where a query sees no key.
+    pub lse: TensorBinding,
+}
+
+/// Queues one attention launch. Neither waits for the device nor reads anything back.
+///
+/// Queries that see no key (empty key segment, everything masked) get output 0 and lse minus
+/// infinity. NaN in q, k or v stays inside its segment. Equal inputs give equal bits.
+///
+/// # Errors
+///
+/// If the device cannot serve the problem, if `work` was cut for another tile size or other token
+/// counts, or if a tensor reaches past its buffer or starts at an unusable address.
+///
+/// # Panics
+///
+/// If shapes or strides of the tensors differ from the problem's, or outputs are not contiguous.
+pub fn launch(
+    client: &Client,
+    problem: &AttentionProblem,
+    work: &DeviceWorkList,
+    tensors: AttentionTensors,
+) -> Result<(), LaunchError> {
+    let properties = client.properties();
+    let blueprint = supports(properties, problem)?;
+    check_work(problem, work, blueprint.tile_q())?;
+    check_tensors(problem, blueprint.vectors, &tensors)?;
+    if work.is_empty() {
+        return Ok(());
+    }
+    let heads = problem.heads();
+    let cubes = (work.tiles as u64).saturating_mul(heads as u64);
+    let grid = fold_grid(cubes, properties.hardware.max_cube_count)?;
+    let AttentionTensors { q, k, v, out, lse } = tensors;
+    // Empty buffers cannot be bound. Without key tokens the kernel never reads k and v.
+    let (k, v) = if problem.tokens_k() == 0 {
+        (q.clone(), q.clone())
+    } else {
+        (k, v)
+    };
+    let (left, right) = problem.band();
+    // Beyond the longest segment a window is unbounded; the clamp keeps sums inside i32.
+    let bound = |side: Option<usize>| side.unwrap_or(0).min(2 * MAX_TOKENS) as i32;
+    let cap = problem.softcap.unwrap_or(1.0);
+    // SAFETY: the work list holds `work.tiles` entries of the token counts checked against the
+    // problem, and the tensors reach no further than their buffers, as checked above; the kernel
+    // masks every row and key beyond its segment. Its loop advances by a positive constant.
+    unsafe {
+        attention_varlen::launch_unchecked::<Simt>(
+            client,
+            grid,
+            CubeDim::new_1d(blueprint.units() as u32),
+            blueprint.address_type,
+            q.into_tensor_arg(),
+            k.into_tensor_arg(),
+            v.into_tensor_arg(),
+            BufferArg::from_raw_parts(work.handle.clone(), work.tiles * 5),
+            out.into_buffer_arg(),
+            lse.into_buffer_arg(),
+            work.tiles as u32,
+            heads as u32,
+            (heads / problem.heads_kv()) as u32,
+            problem.softmax_scale / cap,
+            cap,
+            bound(left),
+            bound(right),
+            f32::NEG_INFINITY,
+            blueprint,
+            blueprint.dtype,
+            blueprint.vectors[0],
+            blueprint.vectors[1],
+            blueprint.vectors[2],
+        );
+    }
+    Ok(())
+}
+
+fn check_work(
+    problem: &AttentionProblem,
+    work: &DeviceWorkList,
+    tile_q: usize,
+) -> Result<(), LaunchError> {
+    for (property, expected, actual) in [
+        ("tile_q", tile_q, work.tile_q),
+        ("query tokens", problem.tokens_q(), work.tokens_q),
+        ("key tokens", problem.tokens_k(), work.tokens_k),
+    ] {
+        if expected != actual {
+            return Err(LaunchError::WorkList {
+                property,
+                expected,
+                actual,
+            });
+        }
+    }
+    Ok(())
+}
+
+fn check_tensors(
+    problem: &AttentionProblem,
+    [vector_q, vector_k, vector_v]: [usize; 3],
+    tensors: &AttentionTensors,
+) -> Result<(), LaunchError> {
+    let size = problem.dtype.size();
+    check_binding("q", &tensors.q, &problem.q, vector_q, size)?;
+    check_binding("k", &tensors.k, &problem.k, vector_k, size)?;
+    check_binding("v", &tensors.v, &problem.v, vector_v, size)?;
+    let shape = problem.out_shape();
+    let out = TensorLayout::of("out", &tensors.out);
+    assert_eq!(out.shape, shape, "out: shape differs from the problem's");
+    assert!(
+        out.is_contiguous(),
+        "out: expected contiguous strides, got {:?}",
+        out.strides
+    );
+    check_buffer("out", &tensors.out, out.span(), VECTOR, size)?;
+    let [tokens, heads] = problem.lse_shape();
+    assert_eq!(
+        tensors.lse.shape[..],
+        [tokens, heads],
+        "lse: shape differs from the problem's"
+    );
+    assert!(
+        tokens * heads == 0 || tokens == 1 || tensors.lse.strides[0] == heads,
+        "lse: expected contiguous strides, got {:?}",
+        tensors.lse.strides
+    );
+    check_buffer("lse", &tensors.lse, tokens * heads, 1, size_of::<f32>())
+}

@@ -1,0 +1,15 @@
+//! Packed variable-length attention:
+//! `out = softmax(softmax_scale * q k^T + mask) v`, segment by segment, in memory linear in tokens.
+//!
+//! Online softmax after Dao et al., "FlashAttention" (2022) and "FlashAttention-2" (2023): query
+//! tiles stay, key and value tiles stream past, and the running row maximum and row sum rescale
+//! what has been accumulated.
+
+mod blueprint;
+mod kernel;
+mod launch;
+mod problem;
+
+pub use blueprint::{AttentionBlueprint, supports};
+pub use launch::{AttentionTensors, launch};
+pub use problem::{AttentionProblem, HEAD_DIMS};

@@ -1,0 +1,61 @@
+//! Which keys a query row may see.
+
+use cubecl::prelude::*;
+
+/// The visible keys of each row of one query tile, as indices inside the segment.
+///
+/// Row `r` sees key `c` if `c < k_len`, `c <= r + diagonal + right` and
+/// `c >= r + diagonal - left`, where unbounded sides are dropped at compile time. `diagonal` is
+/// `q_row + k_len - q_len` of row 0: causal attention (`right = 0`) is aligned bottom-right and
+/// windows shift by `k_len - q_len`, as flash-attention has it.
+#[derive(CubeType, Clone, Copy)]
+#[expand(derive(Clone, Copy))]
+pub struct Band {
+    /// Key on the diagonal of row 0.
+    pub diagonal: i32,
+    /// Keys visible to the left of the diagonal.
+    pub left: i32,
+    /// Keys visible to the right of the diagonal.
+    pub right: i32,
+    /// Keys of the segment.
+    pub k_len: i32,
+    /// Whether `left` applies.
+    #[cube(comptime)]
+    pub bounded_left: bool,
+    /// Whether `right` applies.
+    #[cube(comptime)]
+    pub bounded_right: bool,
+}
+
+#[cube]
+impl Band {
+    /// Whether row `row` of the tile sees key `key` of the segment.
+    pub fn sees(&self, row: i32, key: i32) -> bool {
+        let mut visible = key < self.k_len;
+        if comptime!(self.bounded_right) {
+            visible = visible && key <= row + self.diagonal + self.right;
+        }
+        if comptime!(self.bounded_left) {
+            visible = visible && key >= row + self.diagonal - self.left;
+        }
+        visible
+    }
+
+    /// First key that any row of the tile sees; whole key tiles before it are skipped.
+    pub fn first_key(&self) -> i32 {
+        let mut first = 0i32.runtime();
+        if comptime!(self.bounded_left) {
+            first = max(0i32, self.diagonal - self.left);
+        }
+        first
+    }
+
+    /// One past the last key that any of the `rows` rows sees.
+    pub fn end_key(&self, rows: i32) -> i32 {
+        let mut end = self.k_len;
+        if comptime!(self.bounded_right) {
+            end = min(end, rows + self.diagonal + self.right);
+        }
+        end
+    }
+}

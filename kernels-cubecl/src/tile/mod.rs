@@ -1,0 +1,169 @@
+//! Tile algebra: the vocabulary that attention loops are written in.
+//!
+//! A loop names what happens to a tile (load, multiply, mask, reduce, rescale, store); an
+//! implementation of [`TileAlgebra`] decides where the tile lives (registers, shared memory, matrix
+//! fragments) and which units hold which part of it. [`Simt`] serves every device: it needs neither
+//! matrix units nor plane operations and at most 32 KiB of shared memory.
+
+mod band;
+mod global;
+mod simt;
+
+pub use band::Band;
+pub use simt::Simt;
+
+use cubecl::prelude::*;
+
+/// Lower bound of every finite score, standing in for minus infinity inside the loop: shader
+/// languages do not promise infinities, and `inf - inf` would make NaN of a masked row.
+pub const MASKED: f32 = -3.0e38;
+
+/// Scores below this came from [`MASKED`].
+pub const MASKED_THRESHOLD: f32 = -2.0e38;
+
+/// Compile-time shape of the tiles of one attention loop and of the units working on them.
+///
+/// Units form a grid of `units_y x units_x`: `y` runs over query rows, `x` over keys or output
+/// columns.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct TileShape {
+    /// Query rows per tile.
+    pub q_rows: usize,
+    /// Keys per tile.
+    pub k_rows: usize,
+    /// Elements per query and key row; a multiple of 4.
+    pub head_dim: usize,
+    /// Elements per value and output row; a multiple of 4.
+    pub value_dim: usize,
+    /// Units along keys and output columns.
+    pub units_x: usize,
+    /// Units along query rows.
+    pub units_y: usize,
+}
+
+impl TileShape {
+    /// Units of one cube.
+    pub fn units(&self) -> usize {
+        self.units_x * self.units_y
+    }
+}
+
+/// Operations on the tiles of one attention loop.
+///
+/// Every unit of the cube calls every operation, in uniform control flow. Operations that exchange
+/// data through the workspace synchronise themselves where their documentation says so; the loop
+/// places the other barriers.
+#[cube]
+pub trait TileAlgebra: Send + Sync + 'static {
+    /// Memory shared by the cube.
+    type Workspace: CubeType;
+    /// This unit's part of a score tile `[q_rows, k_rows]`, f32.
+    type Scores: CubeType;
+    /// This unit's part of the output tile `[q_rows, value_dim]`, f32.
+    type Output: CubeType;
+    /// One f32 for every query row that this unit has a part of.
+    type Rows: CubeType;
+
+    /// Allocates the workspace.
+    fn workspace(#[comptime] shape: TileShape) -> Self::Workspace;
+    /// Allocates a score tile; its content is unspecified.
+    fn scores(#[comptime] shape: TileShape) -> Self::Scores;
+    /// Allocates an output tile of zeros.
+    fn output(#[comptime] shape: TileShape) -> Self::Output;
+    /// Allocates row values, all `value`.
+    fn rows(value: f32, #[comptime] shape: TileShape) -> Self::Rows;
+
+    /// Loads a query tile times `scale`. Row 0 starts at element `origin`; rows from `valid` on are
+    /// zeros and read no memory.
+    fn load_query<F: Float, N: Size>(
+        workspace: &mut Self::Workspace,
+        source: &Tensor<Vector<F, N>>,
+        origin: usize,
+        valid: u32,
+        scale: f32,
+        #[comptime] shape: TileShape,
+    );
+    /// Loads a key tile into the room that keys and values share. Rows from `valid` on are zeros.
+    fn load_key<F: Float, N: Size>(
+        workspace: &mut Self::Workspace,
+        source: &Tensor<Vector<F, N>>,
+        origin: usize,
+        valid: u32,
+        #[comptime] shape: TileShape,
+    );
+    /// Loads a value tile into the room that keys and values share. Rows from `valid` on are zeros.
+    fn load_value<F: Float, N: Size>(
+        workspace: &mut Self::Workspace,
+        source: &Tensor<Vector<F, N>>,
+        origin: usize,
+        valid: u32,
+        #[comptime] shape: TileShape,
+    );
+
+    /// `scores = query * key^T`.
+    fn mma_ab_t(
+        workspace: &Self::Workspace,
+        scores: &mut Self::Scores,
+        #[comptime] shape: TileShape,
+    );
+    /// `output += weights * value`, with the weights last given to
+    /// [`stage_weights`](Self::stage_weights).
+    fn mma_ab(
+        workspace: &Self::Workspace,
+        output: &mut Self::Output,
+        #[comptime] shape: TileShape,
+    );
+    /// Hands the weights over to [`mma_ab`](Self::mma_ab).
+    fn stage_weights(
+        workspace: &mut Self::Workspace,
+        weights: &Self::Scores,
+        #[comptime] shape: TileShape,
+    );
+
+    /// `scores = cap * tanh(scores)`.
+    fn softcap(scores: &mut Self::Scores, cap: f32, #[comptime] shape: TileShape);
+    /// Sets scores outside the band to [`MASKED`]; column 0 is key `first_key` of the segment.
+    fn mask(scores: &mut Self::Scores, band: &Band, first_key: i32, #[comptime] shape: TileShape);
+    /// Raises `maximum` to the maxima of the score rows and sets `correction` to
+    /// `exp(old - new)`. Synchronises the cube once, after every unit has finished reading keys.
+    fn row_max(
+        workspace: &mut Self::Workspace,
+        scores: &Self::Scores,
+        maximum: &mut Self::Rows,
+        correction: &mut Self::Rows,
+        #[comptime] shape: TileShape,
+    );
+    /// `scores = exp(scores - maximum)`; 0 where masked.
+    fn exp(scores: &mut Self::Scores, maximum: &Self::Rows, #[comptime] shape: TileShape);
+    /// `sum = sum * correction + row sums`, of this unit's part only: reduced by
+    /// [`store`](Self::store).
+    fn row_sum(
+        scores: &Self::Scores,
+        sum: &mut Self::Rows,
+        correction: &Self::Rows,
+        #[comptime] shape: TileShape,
+    );
+    /// `output *= correction`, row by row.
+    fn rescale(
+        output: &mut Self::Output,
+        correction: &Self::Rows,
+        #[comptime] shape: TileShape,
+    );
+
+    /// Writes `output / sum` and `lse = maximum + ln(sum)`; rows without any visible key get 0 and
+    /// `minus_infinity`. Row `r < valid` goes to `out[(first_row + r * row_stride) * value_dim ..]`
+    /// and `lse[first_row + r * row_stride]`. Synchronises the cube once.
+    fn store<F: Float>(
+        workspace: &mut Self::Workspace,
+        output: &Self::Output,
+        maximum: &Self::Rows,
+        sum: &Self::Rows,
+        out: &mut [Vector<F, Const<4>>],
+        lse: &mut [f32],
+        first_row: usize,
+        row_stride: usize,
+        valid: u32,
+        minus_infinity: f32,
+        #[comptime] shape: TileShape,
+    );
+}

@@ -1,0 +1,205 @@
+//! Attention in plain Rust, and one kernel run compared with it.
+#![allow(dead_code, clippy::unwrap_used)]
+
+use cubecl::{client::Client, ir::ElemType};
+use kernels_cubecl::{
+    AttentionProblem, AttentionTensors, TensorLayout, WorkList,
+    attention_varlen::{launch, supports},
+};
+
+use super::common::{F32, Output, Random, max_error, round, upload};
+
+/// One attention call with everything a test varies.
+#[derive(Clone, Debug)]
+pub struct Case {
+    pub dtype: ElemType,
+    pub lengths_q: Vec<usize>,
+    pub lengths_k: Vec<usize>,
+    pub heads: usize,
+    pub heads_kv: usize,
+    pub head_dim: usize,
+    pub value_dim: usize,
+    pub scale: f32,
+    pub is_causal: bool,
+    pub window: (Option<usize>, Option<usize>),
+    pub softcap: Option<f32>,
+}
+
+impl Case {
+    pub fn new(head_dim: usize, lengths: &[usize]) -> Self {
+        Self {
+            dtype: F32,
+            lengths_q: lengths.to_vec(),
+            lengths_k: lengths.to_vec(),
+            heads: 2,
+            heads_kv: 2,
+            head_dim,
+            value_dim: head_dim,
+            scale: 1.0 / (head_dim as f32).sqrt(),
+            is_causal: false,
+            window: (None, None),
+            softcap: None,
+        }
+    }
+
+    pub fn tokens_q(&self) -> usize {
+        self.lengths_q.iter().sum()
+    }
+
+    pub fn tokens_k(&self) -> usize {
+        self.lengths_k.iter().sum()
+    }
+
+    pub fn shapes(&self) -> [[usize; 3]; 3] {
+        [
+            [self.tokens_q(), self.heads, self.head_dim],
+            [self.tokens_k(), self.heads_kv, self.head_dim],
+            [self.tokens_k(), self.heads_kv, self.value_dim],
+        ]
+    }
+
+    pub fn problem(&self, layouts: [TensorLayout; 3]) -> AttentionProblem {
+        AttentionProblem {
+            softmax_scale: self.scale,
+            is_causal: self.is_causal,
+            window: self.window,
+            softcap: self.softcap,
+            ..AttentionProblem::new(layouts[0], layouts[1], layouts[2], self.dtype)
+        }
+    }
+
+    pub fn inputs(&self, seed: u64) -> [Vec<f64>; 3] {
+        let mut random = Random::new(seed);
+        let mut inputs = self
+            .shapes()
+            .map(|shape| random.normals(self.dtype, shape.iter().product()));
+        if let Some(cap) = self.softcap {
+            // Scores large enough to reach the cap.
+            for q in &mut inputs[0] {
+                *q = round(self.dtype, *q * f64::from(cap) / 4.0);
+            }
+        }
+        inputs
+    }
+
+    fn sees(&self, row: usize, q_len: usize, key: usize, k_len: usize) -> bool {
+        let diagonal = row as i64 + k_len as i64 - q_len as i64;
+        let (left, right) = self.window;
+        let right = if self.is_causal { Some(0) } else { right };
+        left.is_none_or(|left| key as i64 >= diagonal - left as i64)
+            && right.is_none_or(|right| key as i64 <= diagonal + right as i64)
+    }
+
+    /// Output and lse. With `rounding`, every intermediate is rounded to the element type, which
+    /// estimates what arithmetic in that type can achieve.
+    pub fn reference(&self, [q, k, v]: &[Vec<f64>; 3], rounding: bool) -> (Vec<f64>, Vec<f64>) {
+        let r = |x: f64| if rounding { round(self.dtype, x) } else { x };
+        let (h, hk, d, dv) = (self.heads, self.heads_kv, self.head_dim, self.value_dim);
+        let mut out = vec![0.0; self.tokens_q() * h * dv];
+        let mut lse = vec![f64::NEG_INFINITY; self.tokens_q() * h];
+        let (mut start_q, mut start_k) = (0, 0);
+        for (&nq, &nk) in self.lengths_q.iter().zip(&self.lengths_k) {
+            for (row, head) in (0..nq).flat_map(|row| (0..h).map(move |head| (row, head))) {
+                let kv = head / (h / hk);
+                let target = (start_q + row) * h + head;
+                let query = &q[target * d..][..d];
+                let keys: Vec<usize> = (0..nk).filter(|&j| self.sees(row, nq, j, nk)).collect();
+                let score = |&j: &usize| {
+                    let key = &k[((start_k + j) * hk + kv) * d..][..d];
+                    let scaled = |x: f64| r(x * f64::from(self.scale));
+                    let s = r(query.iter().zip(key).map(|(a, b)| a * scaled(*b)).sum());
+                    self.softcap.map_or(s, |cap| {
+                        let cap = f64::from(cap);
+                        r(cap * r((s / cap).tanh()))
+                    })
+                };
+                let scores: Vec<f64> = keys.iter().map(score).collect();
+                if scores.is_empty() {
+                    continue;
+                }
+                let nan = scores.iter().any(|s| s.is_nan());
+                let max = scores.iter().copied().fold(f64::NEG_INFINITY, f64::max);
+                let sum: f64 = scores.iter().map(|s| (s - max).exp()).sum();
+                lse[target] = if nan { f64::NAN } else { max + sum.ln() };
+                for (&j, s) in keys.iter().zip(&scores) {
+                    let weight = r((s - max).exp() / sum);
+                    let value = &v[((start_k + j) * hk + kv) * dv..][..dv];
+                    for (o, x) in out[target * dv..][..dv].iter_mut().zip(value) {
+                        *o += weight * x;
+                    }
+                }
+                for o in &mut out[target * dv..][..dv] {
+                    *o = round(self.dtype, *o);
+                }
+            }
+            start_q += nq;
+            start_k += nk;
+        }
+        (out, lse)
+    }
+
+    /// Runs the kernel on inputs laid out as given; output and lse.
+    pub fn run(
+        &self,
+        client: &Client,
+        inputs: &[Vec<f64>; 3],
+        layouts: [TensorLayout; 3],
+    ) -> (Output, Output) {
+        let problem = self.problem(layouts);
+        let blueprint = supports(client.properties(), &problem).unwrap();
+        let work = WorkList::new(
+            &cumulative(&self.lengths_q),
+            &cumulative(&self.lengths_k),
+            blueprint.tile_q(),
+        )
+        .unwrap()
+        .upload(client);
+        let out = Output::new(client, self.dtype, &problem.out_shape());
+        let lse = Output::new(client, F32, &problem.lse_shape());
+        let [q, k, v] =
+            [0, 1, 2].map(|i| upload(client, self.dtype, &inputs[i], layouts[i]));
+        let tensors = AttentionTensors {
+            q,
+            k,
+            v,
+            out: out.binding(),
+            lse: lse.binding(),
+        };
+        launch(client, &problem, &work, tensors).unwrap();
+        (out, lse)
+    }
+
+    /// Runs on contiguous inputs and compares by flash-attention's rule.
+    pub fn check(&self, client: &Client, seed: u64) {
+        self.check_layouts(client, seed, self.shapes().map(TensorLayout::contiguous));
+    }
+
+    /// Compares by flash-attention's rule: the error is at most twice that of a plain
+    /// implementation in the element type, plus two roundings; lse within 2e-4.
+    pub fn check_layouts(&self, client: &Client, seed: u64, layouts: [TensorLayout; 3]) {
+        let inputs = self.inputs(seed);
+        let (out, lse) = self.run(client, &inputs, layouts);
+        let (expected, expected_lse) = self.reference(&inputs, false);
+        let (plain, _) = self.reference(&inputs, true);
+        let error = max_error(&out.read(client), &expected);
+        let r = |x: f64| round(self.dtype, x);
+        let rounding = expected
+            .iter()
+            .map(|&x| (r(r(x + 0.3) - 0.3) - x).abs())
+            .fold(0.0, f64::max);
+        // The kernel's tanh is made of exp: off by an f32 rounding at 1, times the cap.
+        let absolute = 1e-6 + f64::from(self.softcap.unwrap_or(0.0) * f32::EPSILON);
+        let bound = 2.0 * max_error(&plain, &expected) + 2.0 * rounding + absolute;
+        assert!(error <= bound, "out: {error:e} > {bound:e}\n{self:?}");
+        let error = max_error(&lse.read(client), &expected_lse);
+        assert!(error <= 2e-4, "lse: {error:e}\n{self:?}");
+    }
+}
+
+pub fn cumulative(lengths: &[usize]) -> Vec<usize> {
+    let mut offsets = vec![0];
+    for length in lengths {
+        offsets.push(offsets[offsets.len() - 1] + length);
+    }
+    offsets
+}
