@@ -1,0 +1,419 @@
+//! What a tower is built from: [`DotsVitConfig`], read from either dialect of `config.json`.
+
+mod error;
+mod parse;
+
+use std::path::Path;
+
+use burn_vision_attention::{AttentionImplementation, PositionOrder};
+use serde::{Deserialize, Serialize};
+
+pub use error::ConfigError;
+
+/// Declares an enum whose variants are the names a `config.json` uses, with `FromStr`, `Display`
+/// and the list of names for error messages.
+macro_rules! named_enum {
+    ($(#[$meta:meta])* $name:ident { $($(#[$variant_meta:meta])* $variant:ident = $text:literal),+ $(,)? }) => {
+        $(#[$meta])*
+        #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+        pub enum $name {
+            $($(#[$variant_meta])* #[serde(rename = $text)] $variant),+
+        }
+
+        impl $name {
+            /// Every accepted name, in declaration order.
+            pub const NAMES: &'static [&'static str] = &[$($text),+];
+
+            /// The name as written in `config.json`.
+            pub fn name(self) -> &'static str {
+                match self { $(Self::$variant => $text),+ }
+            }
+        }
+
+        impl std::str::FromStr for $name {
+            type Err = String;
+
+            /// Parses one of [`Self::NAMES`]; the error text lists them.
+            fn from_str(text: &str) -> Result<Self, Self::Err> {
+                match text {
+                    $($text => Ok(Self::$variant),)+
+                    _ => Err(format!("expected one of {}", Self::NAMES.join(", "))),
+                }
+            }
+        }
+
+        impl std::fmt::Display for $name {
+            fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+                f.write_str(self.name())
+            }
+        }
+    };
+}
+
+named_enum! {
+    /// Which released tower the defaults come from.
+    DotsModelType {
+        /// The dense tower of dots.ocr.
+        DotsVit = "dots_vit",
+        /// The mixture-of-experts tower of dots3-note.
+        DotsMoeVit = "dots_moe_vit",
+    }
+}
+
+named_enum! {
+    /// How 2 x 2 patches become one output token.
+    AdapterType {
+        /// LayerNorm per patch, then an MLP over groups of consecutive tokens.
+        PatchMerger = "patch_merger",
+        /// 2 x 2 pixel unshuffle of row-major tokens, then LayerNorm and an MLP.
+        PixelShuffleMlp = "pixel_shuffle_mlp",
+    }
+}
+
+named_enum! {
+    /// Router logits to expert probabilities.
+    RouterScoring {
+        /// Each expert on its own.
+        Sigmoid = "sigmoid",
+        /// Experts compete.
+        Softmax = "softmax",
+    }
+}
+
+named_enum! {
+    /// What happens to the selected experts' probabilities before they weigh the outputs.
+    ///
+    /// Both agree to about 5e-6 in f32 when [`DotsVitConfig::router_scale`] is 1, which is what
+    /// the released model has.
+    RouterSemantics {
+        /// vLLM and sglang: sigmoid probabilities are normalised (`+ 1e-9`) when more than one
+        /// expert is selected, scaled, rounded to the tower's dtype, and the combined output is
+        /// divided by their sum. That last division cancels `router_scale`.
+        Serving = "serving",
+        /// transformers: probabilities are normalised (`+ 1e-20`) and scaled, nothing is divided
+        /// afterwards, so `router_scale` multiplies the output. Sigmoid scoring only.
+        Transformers = "transformers",
+    }
+}
+
+named_enum! {
+    /// Precision of the cosine and sine tables of the rotary embedding.
+    RopeTableDtype {
+        /// As computed.
+        Float32 = "float32",
+        /// Angles rounded to bfloat16 first, as vLLM serves the model.
+        Bfloat16 = "bfloat16",
+    }
+}
+
+/// Hyper-parameters of a Dots vision tower.
+///
+/// [`DotsVitConfig::dots_vit`] and [`DotsVitConfig::dots_moe_vit`] hold the reference's defaults;
+/// [`DotsVitConfig::from_file`] reads a released `config.json`. Serialises in the release dialect
+/// and deserialises from either.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(try_from = "serde_json::Value")]
+pub struct DotsVitConfig {
+    /// Which released tower the defaults came from.
+    pub model_type: DotsModelType,
+    /// Width of the tower, `D`.
+    pub embed_dim: usize,
+    /// Width of the language model. The dense tower's merger projects to it.
+    pub hidden_size: usize,
+    /// Inner width of a dense block's SwiGLU.
+    pub intermediate_size: usize,
+    /// Inner width of one expert's SwiGLU.
+    pub moe_intermediate_size: usize,
+    /// Number of blocks.
+    pub num_hidden_layers: usize,
+    /// Attention heads; `embed_dim / num_attention_heads` is the head width.
+    pub num_attention_heads: usize,
+    /// Image channels in a pixel row.
+    pub num_channels: usize,
+    /// Side of a patch in pixels.
+    pub patch_size: usize,
+    /// Side, in patches, of the groups in which a merge-ordered image lists its tokens.
+    pub spatial_merge_size: usize,
+    /// Frames in a pixel row, of which the reference embeds the first.
+    pub temporal_patch_size: usize,
+    /// Epsilon of every RMSNorm.
+    pub rms_norm_eps: f64,
+    /// Bias on qkv, proj and the SwiGLU projections.
+    pub use_bias: bool,
+    /// RMSNorm on each head's query and key.
+    pub use_qk_norm: bool,
+    /// Causal attention inside a frame.
+    pub is_causal: bool,
+    /// RMSNorm after the last block.
+    pub post_norm: bool,
+    /// The attention implementation to ask for.
+    pub attn_implementation: AttentionImplementation,
+    /// What runs where the device cannot run `attn_implementation`. Not part of a released
+    /// `config.json`; the reference falls back to `eager` in the dense tower and to `eager_v2` in
+    /// the other, which are slower and no more exact than the default here, `sdpa`.
+    pub eager_fallback: AttentionImplementation,
+    /// Experts of each block: positive for a mixture of experts, 0 or -1 for a dense block. Empty
+    /// means all blocks are dense.
+    pub pyramid_num_routed: Vec<i64>,
+    /// Experts per token: its integer part, at most the block's number of experts. Despite the
+    /// name no expert has a capacity and no token is dropped.
+    pub capacity_factor: f64,
+    /// Router logits to probabilities.
+    pub router_scoring_func: RouterScoring,
+    /// Factor on the routing weights; see [`RouterSemantics`] for when it has an effect.
+    pub router_scale: f64,
+    /// How routing weights are normalised. Not part of a released `config.json`.
+    pub router_semantics: RouterSemantics,
+    /// Kind of adapter.
+    pub adapter_type: AdapterType,
+    /// Width of the adapter's output tokens.
+    pub adapter_out_dim: usize,
+    /// Side, in patches, of the square that becomes one output token.
+    pub adapter_merge_size: usize,
+    /// Whether patches arrive grouped by `spatial_merge_size` (and positions follow that order)
+    /// rather than row by row.
+    pub pre_pixel_shuffle: bool,
+    /// Precision of the rotary tables. Not part of a released `config.json`.
+    pub rope_table_dtype: RopeTableDtype,
+}
+
+impl DotsVitConfig {
+    /// Defaults of the dense tower (dots.ocr): 42 layers of width 1536, 12 heads.
+    pub fn dots_vit() -> Self {
+        Self {
+            model_type: DotsModelType::DotsVit,
+            embed_dim: 1536,
+            hidden_size: 1536,
+            intermediate_size: 4224,
+            moe_intermediate_size: 2112,
+            num_hidden_layers: 42,
+            num_attention_heads: 12,
+            num_channels: 3,
+            patch_size: 14,
+            spatial_merge_size: 2,
+            temporal_patch_size: 1,
+            rms_norm_eps: 1e-5,
+            use_bias: false,
+            use_qk_norm: false,
+            is_causal: false,
+            post_norm: true,
+            attn_implementation: AttentionImplementation::FlashAttention2,
+            eager_fallback: AttentionImplementation::Sdpa,
+            pyramid_num_routed: Vec::new(),
+            capacity_factor: 2.0,
+            router_scoring_func: RouterScoring::Sigmoid,
+            router_scale: 1.0,
+            router_semantics: RouterSemantics::Serving,
+            adapter_type: AdapterType::PatchMerger,
+            adapter_out_dim: 1536,
+            adapter_merge_size: 2,
+            pre_pixel_shuffle: true,
+            rope_table_dtype: RopeTableDtype::Float32,
+        }
+    }
+
+    /// Defaults of the mixture-of-experts tower (dots3-note): 42 layers of width 1536, 24 heads,
+    /// q/k norm. As in the reference the defaults are all dense with the pixel-shuffle adapter;
+    /// the released `config.json` names its experts and the patch merger.
+    pub fn dots_moe_vit() -> Self {
+        Self {
+            model_type: DotsModelType::DotsMoeVit,
+            hidden_size: 2048,
+            num_attention_heads: 24,
+            use_qk_norm: true,
+            attn_implementation: AttentionImplementation::FlashAttention3,
+            adapter_type: AdapterType::PixelShuffleMlp,
+            adapter_out_dim: 2048,
+            pre_pixel_shuffle: false,
+            ..Self::dots_vit()
+        }
+    }
+
+    /// Reads `path`, a `config.json` or the folder of a released model that holds one, with the
+    /// tower's fields at the top or under `vision_config`.
+    ///
+    /// # Errors
+    ///
+    /// [`ConfigError`] for an unreadable file, broken JSON, the config of another model, and
+    /// fields of the wrong type, out of range or contradicting one another.
+    pub fn from_file(path: impl AsRef<Path>) -> Result<Self, ConfigError> {
+        let path = path.as_ref();
+        let path = if path.is_dir() { path.join("config.json") } else { path.to_path_buf() };
+        let text = std::fs::read_to_string(&path)
+            .map_err(|source| ConfigError::Read { path: path.clone(), source })?;
+        let value = serde_json::from_str(&text)
+            .map_err(|source| ConfigError::Syntax { path: path.clone(), source })?;
+        parse::config(&value, &path.display().to_string())
+    }
+
+    /// Width of one head.
+    pub fn head_dim(&self) -> usize {
+        self.embed_dim / self.num_attention_heads
+    }
+
+    /// Experts of block `layer`, or `None` where it is dense.
+    pub fn num_experts(&self, layer: usize) -> Option<usize> {
+        self.pyramid_num_routed
+            .get(layer)
+            .and_then(|&count| usize::try_from(count).ok())
+            .filter(|&count| count > 0)
+    }
+
+    /// Experts that each token of a block with `num_experts` experts visits.
+    pub fn experts_per_token(&self, num_experts: usize) -> usize {
+        (self.capacity_factor as usize).min(num_experts)
+    }
+
+    /// Values in one row of `pixel_values`: channels x frames x patch side squared.
+    pub fn pixel_row_len(&self) -> usize {
+        self.num_channels * self.temporal_patch_size * self.patch_size * self.patch_size
+    }
+
+    /// The order in which the tower expects an image's patches. A `spatial_merge_size` of 1 still
+    /// groups by 2 when `pre_pixel_shuffle` is set, as in the reference.
+    pub fn position_order(&self) -> PositionOrder {
+        if self.pre_pixel_shuffle {
+            PositionOrder::MergeGrouped(if self.spatial_merge_size > 1 {
+                self.spatial_merge_size
+            } else {
+                2
+            })
+        } else {
+            PositionOrder::RowMajor
+        }
+    }
+
+    /// Checks what the fields say together.
+    ///
+    /// # Errors
+    ///
+    /// [`ConfigError::Field`] naming the first offending field, its value and what to do.
+    pub fn validate(&self) -> Result<(), ConfigError> {
+        self.validate_from("config")
+    }
+
+    fn validate_from(&self, origin: &str) -> Result<(), ConfigError> {
+        let fail = |field: &str, value: String, remedy: String| {
+            Err(ConfigError::Field {
+                origin: origin.to_string(),
+                field: field.to_string(),
+                value,
+                remedy,
+            })
+        };
+        for (field, value) in self.sizes() {
+            if value == 0 {
+                return fail(field, "0".into(), "must be at least 1".into());
+            }
+        }
+        let heads = self.num_attention_heads;
+        if !self.embed_dim.is_multiple_of(heads) {
+            let remedy = format!("must divide embed_dim = {}", self.embed_dim);
+            return fail("num_attention_heads", heads.to_string(), remedy);
+        }
+        if !self.head_dim().is_multiple_of(4) {
+            let remedy = format!(
+                "gives heads of width {}, which must be divisible by 4: the rotary embedding \
+                 splits it into halves for rows and columns, each in pairs",
+                self.head_dim()
+            );
+            return fail("num_attention_heads", heads.to_string(), remedy);
+        }
+        if !(self.rms_norm_eps.is_finite() && self.rms_norm_eps > 0.0) {
+            let remedy = "must be a positive number".into();
+            return fail("rms_norm_eps", self.rms_norm_eps.to_string(), remedy);
+        }
+        self.validate_experts(&fail)?;
+        self.validate_adapter(&fail)
+    }
+
+    /// The fields that must not be zero.
+    fn sizes(&self) -> [(&'static str, usize); 12] {
+        [
+            ("embed_dim", self.embed_dim),
+            ("hidden_size", self.hidden_size),
+            ("intermediate_size", self.intermediate_size),
+            ("moe_intermediate_size", self.moe_intermediate_size),
+            ("num_hidden_layers", self.num_hidden_layers),
+            ("num_attention_heads", self.num_attention_heads),
+            ("num_channels", self.num_channels),
+            ("patch_size", self.patch_size),
+            ("spatial_merge_size", self.spatial_merge_size),
+            ("temporal_patch_size", self.temporal_patch_size),
+            ("adapter_out_dim", self.adapter_out_dim),
+            ("adapter_merge_size", self.adapter_merge_size),
+        ]
+    }
+
+    fn validate_experts(
+        &self,
+        fail: &impl Fn(&str, String, String) -> Result<(), ConfigError>,
+    ) -> Result<(), ConfigError> {
+        let pyramid = &self.pyramid_num_routed;
+        if !pyramid.is_empty() && pyramid.len() != self.num_hidden_layers {
+            return fail(
+                "pyramid_num_routed",
+                format!("a list of {}", pyramid.len()),
+                format!(
+                    "must be empty or hold one entry per layer, num_hidden_layers = {}",
+                    self.num_hidden_layers
+                ),
+            );
+        }
+        if let Some(count) = pyramid.iter().find(|&&count| count < -1) {
+            let remedy = "entries are a number of experts, or 0 or -1 for a dense layer".into();
+            return fail("pyramid_num_routed", count.to_string(), remedy);
+        }
+        if !(self.capacity_factor.is_finite() && self.capacity_factor >= 1.0) {
+            let remedy = "its integer part is the number of experts per token, at least 1".into();
+            return fail("capacity_factor", self.capacity_factor.to_string(), remedy);
+        }
+        if !self.router_scale.is_finite() || self.router_scale == 0.0 {
+            let remedy = "must be a finite number other than 0".into();
+            return fail("router_scale", self.router_scale.to_string(), remedy);
+        }
+        if self.router_semantics == RouterSemantics::Transformers
+            && self.router_scoring_func == RouterScoring::Softmax
+        {
+            let remedy = "transformers knows sigmoid scoring only; use router_semantics = serving";
+            return fail("router_scoring_func", "softmax".into(), remedy.into());
+        }
+        Ok(())
+    }
+
+    fn validate_adapter(
+        &self,
+        fail: &impl Fn(&str, String, String) -> Result<(), ConfigError>,
+    ) -> Result<(), ConfigError> {
+        let merge = self.adapter_merge_size;
+        match self.adapter_type {
+            AdapterType::PixelShuffleMlp if merge != 2 => fail(
+                "adapter_merge_size",
+                merge.to_string(),
+                "the pixel_shuffle_mlp adapter merges 2 x 2 patches: use 2".into(),
+            ),
+            AdapterType::PatchMerger => match self.position_order() {
+                PositionOrder::MergeGrouped(group) if group != merge => fail(
+                    "adapter_merge_size",
+                    merge.to_string(),
+                    format!(
+                        "must equal the {group} x {group} groups the patches arrive in (spatial_merge_size)"
+                    ),
+                ),
+                _ => Ok(()),
+            },
+            AdapterType::PixelShuffleMlp => Ok(()),
+        }
+    }
+}
+
+impl TryFrom<serde_json::Value> for DotsVitConfig {
+    type Error = ConfigError;
+
+    fn try_from(value: serde_json::Value) -> Result<Self, Self::Error> {
+        parse::config(&value, "config")
+    }
+}
+
+#[cfg(test)]
+mod tests;
