@@ -106,3 +106,6 @@ impl DotsVisionEncoder {
         save::save(self, dir.as_ref())
     }
 }
+
+#[cfg(test)]
+mod tests;

@@ -273,3 +273,6 @@ fn warn_about(config: &DotsVitConfig) {
         );
     }
 }
+
+#[cfg(test)]
+mod tests;
