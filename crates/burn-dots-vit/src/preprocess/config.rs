@@ -72,7 +72,7 @@ impl Default for PreprocessorConfig {
             temporal_patch_size: 1,
             merge_size: 2,
             image_mean: [0.481_454_66, 0.457_827_5, 0.408_210_73],
-            image_std: [0.268_629_54, 0.261_302_58, 0.275_777_11],
+            image_std: [0.268_629_54, 0.261_302_6, 0.275_777_1],
             rescale_factor: 1.0 / 255.0,
             do_resize: true,
             do_rescale: true,
