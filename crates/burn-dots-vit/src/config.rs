@@ -207,9 +207,9 @@ impl DotsVitConfig {
                 remedy,
             })
         };
-        for (field, value) in self.sizes() {
-            if value == 0 {
-                return fail(field, "0".into(), "must be at least 1".into());
+        for (field, value, limit) in self.sizes() {
+            if !(1..=limit).contains(&value) {
+                return fail(field, value.to_string(), format!("must be from 1 to {limit}"));
             }
         }
         let heads = self.num_attention_heads;
@@ -233,21 +233,23 @@ impl DotsVitConfig {
         self.validate_adapter(&fail)
     }
 
-    /// The fields that must not be zero.
-    fn sizes(&self) -> [(&'static str, usize); 12] {
+    /// Every size with the largest accepted: far beyond any tower, yet small enough that no product
+    /// of them overflows and that a damaged config does not ask for a million layers.
+    fn sizes(&self) -> [(&'static str, usize, usize); 12] {
+        const WIDTH: usize = 1 << 20;
         [
-            ("embed_dim", self.embed_dim),
-            ("hidden_size", self.hidden_size),
-            ("intermediate_size", self.intermediate_size),
-            ("moe_intermediate_size", self.moe_intermediate_size),
-            ("num_hidden_layers", self.num_hidden_layers),
-            ("num_attention_heads", self.num_attention_heads),
-            ("num_channels", self.num_channels),
-            ("patch_size", self.patch_size),
-            ("spatial_merge_size", self.spatial_merge_size),
-            ("temporal_patch_size", self.temporal_patch_size),
-            ("adapter_out_dim", self.adapter_out_dim),
-            ("adapter_merge_size", self.adapter_merge_size),
+            ("embed_dim", self.embed_dim, WIDTH),
+            ("hidden_size", self.hidden_size, WIDTH),
+            ("intermediate_size", self.intermediate_size, WIDTH),
+            ("moe_intermediate_size", self.moe_intermediate_size, WIDTH),
+            ("num_hidden_layers", self.num_hidden_layers, 1024),
+            ("num_attention_heads", self.num_attention_heads, WIDTH),
+            ("num_channels", self.num_channels, 1024),
+            ("patch_size", self.patch_size, 1024),
+            ("spatial_merge_size", self.spatial_merge_size, 64),
+            ("temporal_patch_size", self.temporal_patch_size, 1024),
+            ("adapter_out_dim", self.adapter_out_dim, WIDTH),
+            ("adapter_merge_size", self.adapter_merge_size, 64),
         ]
     }
 
@@ -266,8 +268,9 @@ impl DotsVitConfig {
                 ),
             );
         }
-        if let Some(count) = pyramid.iter().find(|&&count| count < -1) {
-            let remedy = "entries are a number of experts, or 0 or -1 for a dense layer".into();
+        if let Some(count) = pyramid.iter().find(|&count| !(-1..=4096).contains(count)) {
+            let remedy =
+                "entries are a number of experts up to 4096, or 0 or -1 for a dense layer".into();
             return fail("pyramid_num_routed", count.to_string(), remedy);
         }
         if !(self.capacity_factor.is_finite() && self.capacity_factor >= 1.0) {

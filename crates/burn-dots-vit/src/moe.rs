@@ -74,6 +74,9 @@ impl DotsMoeFfn {
     pub fn forward(&self, x: Tensor<2>) -> Tensor<2> {
         let (tokens, device, dtype) = (x.dims()[0], x.device(), x.dtype());
         let k = self.experts_per_token;
+        if tokens == 0 {
+            return x;
+        }
         let probabilities = self.probabilities(x.clone());
         let selected = self.select(&probabilities);
         let plan = Dispatch::new(&selected, k, self.experts.len());

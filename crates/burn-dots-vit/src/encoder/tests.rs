@@ -167,3 +167,22 @@ fn features_are_what_the_adapter_sees() {
     assert_eq!(features.dims(), [15, 32]);
     assert_close(features, last.unwrap());
 }
+
+/// The released towers, whose weights nobody allocates before they are loaded, have the parameters
+/// that the checkpoints hold.
+#[test]
+fn released_sizes() {
+    let device = Device::flex();
+    let dense = DotsVisionEncoder::new(&DotsVitConfig::dots_vit(), &device).unwrap();
+    assert_eq!(dense.num_params(), 1_262_091_264);
+
+    let mut config = DotsVitConfig::dots_moe_vit();
+    config.pyramid_num_routed = vec![-1; 25];
+    config.pyramid_num_routed.extend((4..=64).step_by(4));
+    config.pyramid_num_routed.push(64);
+    (config.adapter_out_dim, config.adapter_type) = (5120, AdapterType::PatchMerger);
+    config.pre_pixel_shuffle = true;
+    let moe = DotsVisionEncoder::new(&config, &device).unwrap();
+    let router_biases = 608;
+    assert_eq!(moe.num_params() - router_biases, 6_871_277_312);
+}
