@@ -3,12 +3,13 @@
 use cubecl::{
     features::TypeUsage,
     ir::{AddressType, DeviceProperties, ElemType},
+    prelude::{BufferCompilationArg, TensorCompilationArg, TensorMetaCompilationArg},
 };
 
 use crate::{TensorLayout, Unsupported};
 
 /// Most elements that 32-bit offsets reach.
-const MAX_32BIT_ELEMENTS: usize = u32::MAX as usize;
+pub(crate) const MAX_32BIT_ELEMENTS: usize = u32::MAX as usize;
 
 /// Checks that buffers of this element type can be read, written and converted to f32.
 pub(crate) fn check_dtype(
@@ -38,11 +39,7 @@ pub(crate) fn address_type(
     } else if properties.supports_address(AddressType::U64) {
         Ok(AddressType::U64)
     } else {
-        Err(Unsupported::Offsets {
-            argument,
-            elements,
-            limit: MAX_32BIT_ELEMENTS,
-        })
+        Err(Unsupported::Offsets { argument, elements, limit: MAX_32BIT_ELEMENTS })
     }
 }
 
@@ -53,10 +50,7 @@ pub(crate) fn check_bindings(
 ) -> Result<(), Unsupported> {
     let (required, available) = (tensors + 1, properties.hardware.max_bindings);
     if required > available {
-        return Err(Unsupported::Bindings {
-            required,
-            available,
-        });
+        return Err(Unsupported::Bindings { required, available });
     }
     Ok(())
 }
@@ -66,10 +60,20 @@ pub(crate) fn check_units(properties: &DeviceProperties, units: u32) -> Result<(
     let hardware = &properties.hardware;
     let available = hardware.max_units_per_cube.min(hardware.max_cube_dim.0);
     if units > available {
-        return Err(Unsupported::UnitsPerCube {
-            required: units,
-            available,
-        });
+        return Err(Unsupported::UnitsPerCube { required: units, available });
     }
     Ok(())
+}
+
+/// What the compiler is told about a buffer argument.
+pub(crate) fn buffer_arg() -> BufferCompilationArg {
+    BufferCompilationArg { inplace: None }
+}
+
+/// What the compiler is told about a tensor argument.
+pub(crate) fn tensor_arg() -> TensorCompilationArg {
+    TensorCompilationArg {
+        meta: TensorMetaCompilationArg { len: (), rank: () },
+        buffer: buffer_arg(),
+    }
 }

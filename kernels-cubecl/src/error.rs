@@ -10,7 +10,9 @@ use thiserror::Error;
 #[derive(Clone, Debug, Error, PartialEq)]
 pub enum Unsupported {
     /// The device cannot store and convert this element type.
-    #[error("{argument}: the device does not support {dtype} buffers with conversion to f32; convert the tensor to f32")]
+    #[error(
+        "{argument}: the device does not support {dtype} buffers with conversion to f32; convert the tensor to f32"
+    )]
     Dtype {
         /// The tensor argument.
         argument: &'static str,
@@ -28,7 +30,9 @@ pub enum Unsupported {
         allowed: &'static str,
     },
     /// The smallest tile needs more shared memory than the device has.
-    #[error("the smallest tile needs {required} bytes of shared memory, the device has {available}")]
+    #[error(
+        "the smallest tile needs {required} bytes of shared memory, the device has {available}"
+    )]
     SharedMemory {
         /// Bytes needed by the smallest tile.
         required: usize,
@@ -52,7 +56,9 @@ pub enum Unsupported {
         available: u32,
     },
     /// Element offsets of a tensor pass 32 bits and the device has no 64-bit addressing.
-    #[error("{argument}: {elements} elements pass the 32-bit offset limit of {limit} and the device has no 64-bit addressing; split the batch")]
+    #[error(
+        "{argument}: {elements} elements pass the 32-bit offset limit of {limit} and the device has no 64-bit addressing; split the batch"
+    )]
     Offsets {
         /// The tensor argument.
         argument: &'static str,
@@ -88,7 +94,9 @@ pub enum LaunchError {
     #[error(transparent)]
     Unsupported(#[from] Unsupported),
     /// The work list was built for another tile size or other token counts.
-    #[error("work list: {property} is {actual}, the launch needs {expected}; rebuild the list for this problem's blueprint")]
+    #[error(
+        "work list: {property} is {actual}, the launch needs {expected}; rebuild the list for this problem's blueprint"
+    )]
     WorkList {
         /// The property that differs.
         property: &'static str,
@@ -108,7 +116,9 @@ pub enum LaunchError {
         available: u64,
     },
     /// The tensor starts at an address that the planned vector reads cannot use.
-    #[error("{argument}: buffer offset of {offset} bytes is not a multiple of {alignment}; copy the tensor")]
+    #[error(
+        "{argument}: buffer offset of {offset} bytes is not a multiple of {alignment}; copy the tensor"
+    )]
     Misaligned {
         /// The tensor argument.
         argument: &'static str,

@@ -21,10 +21,7 @@ pub struct TensorLayout {
 impl TensorLayout {
     /// Row-major layout without gaps.
     pub fn contiguous(shape: [usize; 3]) -> Self {
-        Self {
-            shape,
-            strides: [shape[1] * shape[2], shape[2], 1],
-        }
+        Self { shape, strides: [shape[1] * shape[2], shape[2], 1] }
     }
 
     /// The layout of a rank-3 binding.
@@ -58,9 +55,9 @@ impl TensorLayout {
         if self.is_empty() {
             return 0;
         }
-        1 + (0..3)
+        (0..3)
             .map(|axis| (self.shape[axis] - 1).saturating_mul(self.strides[axis]))
-            .fold(0usize, usize::saturating_add)
+            .fold(1usize, usize::saturating_add)
     }
 
     /// Widest vector, in elements, that `unit` consecutive elements of the last axis can be moved
@@ -87,10 +84,7 @@ pub(crate) fn check_binding(
     elem_size: usize,
 ) -> Result<(), LaunchError> {
     let actual = TensorLayout::of(argument, binding);
-    assert_eq!(
-        actual, *layout,
-        "{argument}: the binding's layout differs from the problem's"
-    );
+    assert_eq!(actual, *layout, "{argument}: the binding's layout differs from the problem's");
     check_buffer(argument, binding, layout.span(), vector_size, elem_size)
 }
 
@@ -106,20 +100,12 @@ pub(crate) fn check_buffer(
     let required = (span as u64).saturating_mul(elem_size as u64);
     let available = binding.handle.size_in_used();
     if required > available {
-        return Err(LaunchError::OutOfBounds {
-            argument,
-            required,
-            available,
-        });
+        return Err(LaunchError::OutOfBounds { argument, required, available });
     }
     let alignment = (vector_size * elem_size) as u64;
     let offset = binding.handle.offset_start.unwrap_or(0);
     if !offset.is_multiple_of(alignment) {
-        return Err(LaunchError::Misaligned {
-            argument,
-            offset,
-            alignment,
-        });
+        return Err(LaunchError::Misaligned { argument, offset, alignment });
     }
     Ok(())
 }
@@ -131,35 +117,23 @@ mod tests {
     #[test]
     fn span_counts_to_the_last_element() {
         assert_eq!(TensorLayout::contiguous([5, 3, 8]).span(), 120);
-        let slice = TensorLayout {
-            shape: [5, 3, 8],
-            strides: [72, 8, 1],
-        };
+        let slice = TensorLayout { shape: [5, 3, 8], strides: [72, 8, 1] };
         assert_eq!(slice.span(), 4 * 72 + 2 * 8 + 7 + 1);
         assert!(!slice.is_contiguous());
         assert_eq!(TensorLayout::contiguous([0, 3, 8]).span(), 0);
-        let huge = TensorLayout {
-            shape: [usize::MAX, 2, 2],
-            strides: [usize::MAX, 1, 1],
-        };
+        let huge = TensorLayout { shape: [usize::MAX, 2, 2], strides: [usize::MAX, 1, 1] };
         assert_eq!(huge.span(), usize::MAX);
     }
 
     #[test]
     fn vectors_need_unit_stride_and_aligned_rows() {
         assert_eq!(TensorLayout::contiguous([5, 3, 8]).vector_size(8), 4);
-        let strided = |strides| TensorLayout {
-            shape: [5, 3, 8],
-            strides,
-        };
+        let strided = |strides| TensorLayout { shape: [5, 3, 8], strides };
         assert_eq!(strided([27, 9, 1]).vector_size(8), 1);
         assert_eq!(strided([48, 16, 2]).vector_size(8), 1);
         assert_eq!(strided([8, 40, 1]).vector_size(8), 4);
         assert_eq!(strided([8, 40, 1]).vector_size(6), 1);
-        let one_head = TensorLayout {
-            shape: [5, 1, 8],
-            strides: [8, 9, 1],
-        };
+        let one_head = TensorLayout { shape: [5, 1, 8], strides: [8, 9, 1] };
         assert_eq!(one_head.vector_size(8), 4);
     }
 }

@@ -125,12 +125,7 @@ impl WorkList {
                 });
             }
         }
-        Ok(Self {
-            tiles,
-            tile_q,
-            tokens_q,
-            tokens_k,
-        })
+        Ok(Self { tiles, tile_q, tokens_q, tokens_k })
     }
 
     /// The tiles, in the order of the batch.
@@ -193,12 +188,7 @@ fn check_offsets(argument: &'static str, offsets: &[usize]) -> Result<usize, Wor
     for (index, pair) in offsets.windows(2).enumerate() {
         let (previous, value) = (pair[0], pair[1]);
         if value < previous {
-            return Err(WorkListError::Decreasing {
-                argument,
-                index: index + 1,
-                value,
-                previous,
-            });
+            return Err(WorkListError::Decreasing { argument, index: index + 1, value, previous });
         }
     }
     let tokens = offsets[offsets.len() - 1];
@@ -261,10 +251,7 @@ mod tests {
                 .unwrap();
             assert!((tile.q_start + tile.q_rows) as usize <= offsets_q[segment + 1]);
             assert_eq!(tile.k_start as usize, offsets_k[segment]);
-            assert_eq!(
-                (tile.k_start + tile.k_len) as usize,
-                offsets_k[segment + 1]
-            );
+            assert_eq!((tile.k_start + tile.k_len) as usize, offsets_k[segment + 1]);
             let row = tile.q_start - offsets_q[segment] as i32;
             let q_len = (offsets_q[segment + 1] - offsets_q[segment]) as i32;
             assert_eq!(tile.diagonal, row + tile.k_len - q_len);
@@ -291,10 +278,7 @@ mod tests {
     fn bad_offsets_are_named() {
         let error = |q: &[usize], k: &[usize]| WorkList::new(q, k, 32).unwrap_err().to_string();
         assert_eq!(error(&[], &[0]), "offsets_q: offsets must start with 0, got None");
-        assert_eq!(
-            error(&[0, 3], &[1, 3]),
-            "offsets_k: offsets must start with 0, got Some(1)"
-        );
+        assert_eq!(error(&[0, 3], &[1, 3]), "offsets_k: offsets must start with 0, got Some(1)");
         assert_eq!(
             error(&[0, 3, 2], &[0, 3, 3]),
             "offsets_q: offset 2 is 2, less than the 3 before it"

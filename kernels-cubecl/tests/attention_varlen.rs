@@ -6,7 +6,7 @@
 mod attention;
 mod common;
 
-use attention::{Case, cumulative};
+use attention::{Case, Tiles, cumulative};
 use common::{F16, F32, Output, Random, client, max_error, upload};
 use cubecl::{client::Client, ir::ElemType};
 use kernels_cubecl::{
@@ -65,6 +65,24 @@ fn head_dims(
     }
 }
 
+/// The tiles of other devices: all options at once, on lengths around their sizes.
+#[rstest]
+#[case::device_40(Tiles::Device, 40)]
+#[case::device_72(Tiles::Device, 72)]
+#[case::device_128(Tiles::Device, 128)]
+#[case::device_256(Tiles::Device, 256)]
+#[case::cpu_runtime_16(Tiles::CpuRuntime, 16)]
+#[case::cpu_runtime_40(Tiles::CpuRuntime, 40)]
+fn tiles_of_devices(#[case] tiles: Tiles, #[case] head_dim: usize) {
+    let Some(client) = client() else { return };
+    let mut case = pairs();
+    case.tiles = tiles;
+    (case.head_dim, case.value_dim) = (head_dim, head_dim);
+    (case.heads, case.heads_kv) = (4, 2);
+    case.window = (Some(20), Some(30));
+    case.check(&client, 17);
+}
+
 #[rstest]
 #[case(16, 16)]
 #[case(64, 32)]
@@ -80,17 +98,8 @@ fn value_dim_differs(#[case] head_dim: usize, #[case] value_dim: usize) {
 }
 
 /// Query and key lengths of flash-attention's grid, shortened.
-const PAIRS: [(usize, usize); 9] = [
-    (1, 47),
-    (47, 1),
-    (13, 43),
-    (43, 13),
-    (32, 64),
-    (64, 32),
-    (33, 65),
-    (65, 33),
-    (100, 99),
-];
+const PAIRS: [(usize, usize); 9] =
+    [(1, 47), (47, 1), (13, 43), (43, 13), (32, 64), (64, 32), (33, 65), (65, 33), (100, 99)];
 
 fn pairs() -> Case {
     let mut case = Case::new(64, &[]);
@@ -224,11 +233,7 @@ fn permuted(shape: [usize; 3], order: [usize; 3], padding: usize) -> TensorLayou
 #[case::heads_first([1, 0, 2], 0)]
 #[case::elements_outermost([2, 1, 0], 0)]
 #[case::tokens_innermost([1, 2, 0], 5)]
-fn strides(
-    #[case] order: [usize; 3],
-    #[case] padding: usize,
-    #[values(F32, F16)] dtype: ElemType,
-) {
+fn strides(#[case] order: [usize; 3], #[case] padding: usize, #[values(F32, F16)] dtype: ElemType) {
     let Some(client) = client() else { return };
     if !has_dtype(&client, dtype) {
         return;
@@ -243,10 +248,8 @@ fn strides(
 fn slices_of_a_packed_projection() {
     let Some(client) = client() else { return };
     let case = Case::new(72, &[33, 0, 41]);
-    let packed = |shape: [usize; 3]| TensorLayout {
-        shape,
-        strides: [3 * shape[1] * shape[2], shape[2], 1],
-    };
+    let packed =
+        |shape: [usize; 3]| TensorLayout { shape, strides: [3 * shape[1] * shape[2], shape[2], 1] };
     case.check_layouts(&client, 13, case.shapes().map(packed));
 }
 
@@ -331,22 +334,26 @@ fn refusals_name_the_property() {
     let error = supports(&properties, &problem(64, 64)).unwrap_err();
     assert_eq!(error.to_string(), "the kernel needs 7 storage buffers, the device binds 6");
     let mut properties = client.properties().clone();
-    properties.hardware.max_units_per_cube = 32;
+    properties.hardware.max_units_per_cube = 4;
     let error = supports(&properties, &problem(64, 64)).unwrap_err();
-    assert!(matches!(error, Unsupported::UnitsPerCube { available: 32, .. }), "{error}");
+    assert!(matches!(error, Unsupported::UnitsPerCube { available: 4, .. }), "{error}");
 }
 
 #[test]
 fn blueprints_fit_the_smallest_devices_and_print() {
     let Some(client) = client() else { return };
-    for head_dim in (16..=256).step_by(8) {
-        for value_dim in (16..=256).step_by(8) {
-            let blueprint = supports(client.properties(), &problem(head_dim, value_dim)).unwrap();
-            assert!(blueprint.shared_memory() <= 32 * 1024);
-            assert!(blueprint.units() <= 256);
+    for tiles in [Tiles::Device, Tiles::Gpu, Tiles::CpuRuntime] {
+        let properties = tiles.properties(&client);
+        for head_dim in (16..=256).step_by(8) {
+            for value_dim in (16..=256).step_by(8) {
+                let problem = problem(head_dim, value_dim);
+                let blueprint = supports(&properties, &problem).unwrap();
+                assert!(blueprint.shared_memory() <= 32 * 1024, "{blueprint}");
+                assert!(blueprint.units() <= 256, "{blueprint}");
+            }
         }
     }
-    let blueprint = supports(client.properties(), &problem(72, 72)).unwrap();
+    let blueprint = supports(&Tiles::Gpu.properties(&client), &problem(72, 72)).unwrap();
     assert_eq!(
         blueprint.to_string(),
         "attention_varlen simt f32 head_dim 72/72 tile 32x32 units 8x8 vectors [4, 4, 4] shared 25088 B U32"
@@ -362,24 +369,17 @@ fn mismatched_tensors_are_refused() {
     let lse = Output::new(&client, F32, &problem.lse_shape());
     let tensors = || {
         let x = || upload(&client, F32, &vec![0.0; problem.q.span()], problem.q);
-        AttentionTensors {
-            q: x(),
-            k: x(),
-            v: x(),
-            out: out.binding(),
-            lse: lse.binding(),
-        }
+        AttentionTensors { q: x(), k: x(), v: x(), out: out.binding(), lse: lse.binding() }
     };
     let work = |lengths: &[usize], tile_q| {
         let offsets = cumulative(lengths);
         WorkList::new(&offsets, &offsets, tile_q).unwrap().upload(&client)
     };
     let tile_q = blueprint.tile_q();
-    for (list, property) in [
-        (work(&[4, 6], tile_q + 1), "tile_q"),
-        (work(&[4, 5], tile_q), "query tokens"),
-    ] {
-        match launch(&client, &problem, &list, tensors()).unwrap_err() {
+    for (list, property) in
+        [(work(&[4, 6], tile_q + 1), "tile_q"), (work(&[4, 5], tile_q), "query tokens")]
+    {
+        match launch(&client, &problem, &blueprint, &list, tensors()).unwrap_err() {
             LaunchError::WorkList { property: p, .. } => assert_eq!(p, property),
             other => panic!("{other}"),
         }
@@ -387,11 +387,11 @@ fn mismatched_tensors_are_refused() {
     let list = work(&[4, 6], tile_q);
     let mut short = tensors();
     short.k.handle.offset_end = Some(short.k.handle.offset_end.unwrap() + 4);
-    let error = launch(&client, &problem, &list, short).unwrap_err();
+    let error = launch(&client, &problem, &blueprint, &list, short).unwrap_err();
     assert_eq!(error.to_string(), "k: shape and strides reach 5120 bytes, the buffer holds 5116");
     let mut odd = tensors();
     odd.q.handle.offset_start = Some(odd.q.handle.offset_start.unwrap() - 4);
-    let error = launch(&client, &problem, &list, odd).unwrap_err();
+    let error = launch(&client, &problem, &blueprint, &list, odd).unwrap_err();
     assert!(matches!(error, LaunchError::Misaligned { argument: "q", .. }), "{error}");
-    launch(&client, &problem, &list, tensors()).unwrap();
+    launch(&client, &problem, &blueprint, &list, tensors()).unwrap();
 }

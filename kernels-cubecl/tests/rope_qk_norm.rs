@@ -52,14 +52,10 @@ impl Case {
 
     fn inputs(&self, seed: u64) -> Inputs {
         let mut random = Random::new(seed);
-        let [q, k] = self
-            .shapes()
-            .map(|shape| random.normals(self.dtype, shape.iter().product()));
+        let [q, k] = self.shapes().map(|shape| random.normals(self.dtype, shape.iter().product()));
         let weight_dtype = self.weight.unwrap_or(F32);
         let mut weight = || {
-            (0..self.head_dim)
-                .map(|_| round(weight_dtype, 1.0 + 0.3 * random.normal()))
-                .collect()
+            (0..self.head_dim).map(|_| round(weight_dtype, 1.0 + 0.3 * random.normal())).collect()
         };
         let weights = [weight(), weight()];
         let half = self.head_dim / 2;
@@ -67,18 +63,9 @@ impl Case {
             let frequency = 100f64.powf(-((i % half) as f64) / half as f64);
             (i / half) as f64 * frequency
         };
-        let table = |f: fn(f64) -> f64| {
-            (0..self.tokens * half)
-                .map(|i| round(F32, f(angle(i))))
-                .collect()
-        };
-        Inputs {
-            q,
-            k,
-            weights,
-            cos: table(f64::cos),
-            sin: table(f64::sin),
-        }
+        let table =
+            |f: fn(f64) -> f64| (0..self.tokens * half).map(|i| round(F32, f(angle(i)))).collect();
+        Inputs { q, k, weights, cos: table(f64::cos), sin: table(f64::sin) }
     }
 
     fn reference(&self, x: &[f64], weight: &[f64], inputs: &Inputs, heads: usize) -> Vec<f64> {
@@ -112,10 +99,7 @@ impl Case {
             q,
             k,
             dtype: self.dtype,
-            norm: self.weight.map(|weight_dtype| RmsNorm {
-                epsilon: EPSILON,
-                weight_dtype,
-            }),
+            norm: self.weight.map(|weight_dtype| RmsNorm { epsilon: EPSILON, weight_dtype }),
             rotary: self.rotary.then_some([table; 2]),
         }
     }
@@ -127,20 +111,16 @@ impl Case {
         };
         let (tokens, half) = (self.tokens, self.head_dim / 2);
         let table = |values: &[f64]| {
-            let layout = TensorLayout {
-                shape: [tokens, 1, half],
-                strides: [table[0], 0, table[1]],
-            };
+            let layout =
+                TensorLayout { shape: [tokens, 1, half], strides: [table[0], 0, table[1]] };
             flat(upload(client, F32, values, layout), &[tokens, half], &table)
         };
         let weights = self.weight.map(|dtype| NormWeights {
             q: vector(&inputs.weights[0], dtype),
             k: vector(&inputs.weights[1], dtype),
         });
-        let tables = self.rotary.then(|| RotaryTables {
-            cos: table(&inputs.cos),
-            sin: table(&inputs.sin),
-        });
+        let tables =
+            self.rotary.then(|| RotaryTables { cos: table(&inputs.cos), sin: table(&inputs.sin) });
         (weights, tables)
     }
 
@@ -195,11 +175,7 @@ impl Case {
 type Optional = (Option<NormWeights>, Option<RotaryTables>);
 
 fn flat(tensor: TensorBinding, shape: &[usize], strides: &[usize]) -> TensorBinding {
-    TensorBinding {
-        shape: shape.to_vec().into(),
-        strides: strides.to_vec().into(),
-        ..tensor
-    }
+    TensorBinding { shape: shape.to_vec().into(), strides: strides.to_vec().into(), ..tensor }
 }
 
 #[rstest]
@@ -268,10 +244,8 @@ fn packed_projection_is_read_in_place(#[values(F32, F16)] dtype: ElemType) {
     (case.dtype, case.weight) = (dtype, Some(dtype));
     (case.heads, case.heads_kv) = (4, 4);
     let width = case.heads * case.head_dim;
-    let layouts = case.shapes().map(|shape| TensorLayout {
-        shape,
-        strides: [3 * width, case.head_dim, 1],
-    });
+    let layouts =
+        case.shapes().map(|shape| TensorLayout { shape, strides: [3 * width, case.head_dim, 1] });
     let problem = case.problem(layouts, [32, 1]);
     if supports(client.properties(), &problem).is_err() {
         return;
@@ -334,10 +308,8 @@ fn nan_stays_in_its_head() {
 #[test]
 fn refusals_and_fallbacks() {
     let Some(client) = client() else { return };
-    let mut problem = Case::new(72).problem(
-        Case::new(72).shapes().map(TensorLayout::contiguous),
-        [36, 1],
-    );
+    let mut problem =
+        Case::new(72).problem(Case::new(72).shapes().map(TensorLayout::contiguous), [36, 1]);
     let blueprint = supports(client.properties(), &problem).unwrap();
     assert_eq!(
         blueprint.to_string(),
@@ -380,8 +352,5 @@ fn short_buffers_are_refused() {
     let sin = &mut tensors.tables.as_mut().unwrap().sin.handle;
     sin.offset_end = Some(sin.offset_end.unwrap() + 4);
     let error = launch(&client, &case.problem(layouts, [32, 1]), tensors).unwrap_err();
-    assert!(
-        matches!(error, LaunchError::OutOfBounds { argument: "tables.sin", .. }),
-        "{error}"
-    );
+    assert!(matches!(error, LaunchError::OutOfBounds { argument: "tables.sin", .. }), "{error}");
 }

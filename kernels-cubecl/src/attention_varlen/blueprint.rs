@@ -2,12 +2,15 @@
 
 use core::fmt;
 
-use cubecl::ir::{AddressType, DeviceProperties, ElemType};
+use cubecl::{
+    features::Plane,
+    ir::{AddressType, DeviceProperties, ElemType},
+};
 
 use super::problem::{AttentionProblem, HEAD_DIMS};
 use crate::{
-    Unsupported,
-    device::{address_type, check_bindings, check_dtype, check_units},
+    TensorLayout, Unsupported,
+    device::{MAX_32BIT_ELEMENTS, address_type, check_bindings, check_dtype, check_units},
     layout::VECTOR,
     tile::{Simt, TileShape},
     work_list::MAX_TOKENS,
@@ -21,11 +24,42 @@ const SHARED_MEMORY_BUDGET: usize = 32 * 1024;
 /// q, k, v, work list, out, lse.
 const BINDINGS: u32 = 6;
 
-/// Units along keys and along query rows.
-const UNITS: (usize, usize) = (8, 8);
+/// Units of a cube and the register tiles to choose from.
+struct Tiling {
+    /// Units along keys and along query rows.
+    units: (usize, usize),
+    /// Query rows and keys per unit, best first.
+    register_tiles: &'static [(usize, usize)],
+}
 
-/// Query rows and keys per unit, best first: larger register tiles read shared memory less often.
-const REGISTER_TILES: [(usize, usize); 5] = [(4, 4), (4, 2), (2, 2), (2, 1), (1, 1)];
+/// GPUs: enough units to fill two planes, register tiles small enough to leave room for the output
+/// tile in registers.
+const GPU: Tiling =
+    Tiling { units: (8, 8), register_tiles: &[(4, 4), (4, 2), (2, 2), (2, 1), (1, 1)] };
+
+/// Software rasterisers: every read of shared memory is a loop over the lanes of a plane, hundreds
+/// of instructions, while registers are plain stack memory. Few units with large tiles read least.
+const SOFTWARE: Tiling =
+    Tiling { units: (2, 4), register_tiles: &[(8, 8), (4, 8), (4, 4), (2, 2), (1, 1)] };
+
+/// `CubeCL`'s CPU runtime: units that meet at barriers are threads, so there is one.
+const CPU: Tiling = Tiling { units: (1, 1), register_tiles: &[(16, 8), (8, 8), (4, 4), (1, 1)] };
+
+impl Tiling {
+    fn of(properties: &DeviceProperties) -> &'static Self {
+        let hardware = &properties.hardware;
+        let narrow = hardware.plane_size_min == hardware.plane_size_max
+            && hardware.plane_size_max <= 16
+            && !properties.features.plane.contains(Plane::Ops);
+        if hardware.num_cpu_cores.is_some() {
+            &CPU
+        } else if narrow {
+            &SOFTWARE
+        } else {
+            &GPU
+        }
+    }
+}
 
 /// Everything that is decided before an attention kernel is compiled.
 ///
@@ -62,6 +96,21 @@ impl AttentionBlueprint {
     /// Bytes of shared memory of one cube.
     pub fn shared_memory(&self) -> usize {
         Simt::shared_memory(self.shape)
+    }
+
+    /// Whether this blueprint was made for such a problem.
+    pub fn serves(&self, problem: &AttentionProblem) -> bool {
+        let asked = [problem.head_dim(), problem.value_dim()];
+        let own = [self.shape.head_dim, self.shape.value_dim];
+        let (left, right) = problem.band();
+        own == asked
+            && self.dtype == problem.dtype
+            && self.vectors == vectors(problem)
+            && self.bounded_left == left.is_some()
+            && self.bounded_right == right.is_some()
+            && self.softcap == problem.softcap.is_some()
+            && (self.address_type == AddressType::U64
+                || tensors(problem).iter().all(|(_, tensor)| tensor.span() <= MAX_32BIT_ELEMENTS))
     }
 }
 
@@ -118,21 +167,12 @@ pub fn supports(
     check_bindings(properties, BINDINGS)?;
     let shape = tile_shape(properties, problem)?;
     check_units(properties, shape.units() as u32)?;
-    let out = crate::TensorLayout::contiguous(problem.out_shape());
-    let address_type = address_type(
-        properties,
-        &[
-            ("q", problem.q),
-            ("k", problem.k),
-            ("v", problem.v),
-            ("out", out),
-        ],
-    )?;
+    let address_type = address_type(properties, &tensors(problem))?;
     let (left, right) = problem.band();
     Ok(AttentionBlueprint {
         shape,
         dtype: problem.dtype,
-        vectors: [problem.q, problem.k, problem.v].map(|tensor| tensor.vector_size(VECTOR)),
+        vectors: vectors(problem),
         bounded_left: left.is_some(),
         bounded_right: right.is_some(),
         softcap: problem.softcap.is_some(),
@@ -140,26 +180,31 @@ pub fn supports(
     })
 }
 
+fn vectors(problem: &AttentionProblem) -> [usize; 3] {
+    [problem.q, problem.k, problem.v].map(|tensor| tensor.vector_size(VECTOR))
+}
+
+fn tensors(problem: &AttentionProblem) -> [(&'static str, TensorLayout); 4] {
+    [
+        ("q", problem.q),
+        ("k", problem.k),
+        ("v", problem.v),
+        ("out", TensorLayout::contiguous(problem.out_shape())),
+    ]
+}
+
 fn check_head_dim(argument: &'static str, head_dim: usize) -> Result<(), Unsupported> {
     if (16..=256).contains(&head_dim) && head_dim.is_multiple_of(8) {
         return Ok(());
     }
-    Err(Unsupported::HeadDim {
-        argument,
-        head_dim,
-        allowed: HEAD_DIMS,
-    })
+    Err(Unsupported::HeadDim { argument, head_dim, allowed: HEAD_DIMS })
 }
 
 fn check_tokens(argument: &'static str, tokens: usize) -> Result<(), Unsupported> {
     if tokens <= MAX_TOKENS {
         return Ok(());
     }
-    Err(Unsupported::Tokens {
-        argument,
-        tokens,
-        limit: MAX_TOKENS,
-    })
+    Err(Unsupported::Tokens { argument, tokens, limit: MAX_TOKENS })
 }
 
 /// The largest register tile whose shared memory fits.
@@ -167,12 +212,10 @@ fn tile_shape(
     properties: &DeviceProperties,
     problem: &AttentionProblem,
 ) -> Result<TileShape, Unsupported> {
-    let available = properties
-        .hardware
-        .max_shared_memory_size
-        .min(SHARED_MEMORY_BUDGET);
-    let (units_x, units_y) = UNITS;
-    let shape = |(rows, keys): (usize, usize)| TileShape {
+    let available = properties.hardware.max_shared_memory_size.min(SHARED_MEMORY_BUDGET);
+    let tiling = Tiling::of(properties);
+    let (units_x, units_y) = tiling.units;
+    let shape = |&(rows, keys): &(usize, usize)| TileShape {
         q_rows: rows * units_y,
         k_rows: keys * units_x,
         head_dim: problem.head_dim(),
@@ -180,12 +223,11 @@ fn tile_shape(
         units_x,
         units_y,
     };
-    REGISTER_TILES
-        .into_iter()
-        .map(shape)
-        .find(|&candidate| Simt::shared_memory(candidate) <= available)
-        .ok_or_else(|| Unsupported::SharedMemory {
-            required: Simt::shared_memory(shape(REGISTER_TILES[REGISTER_TILES.len() - 1])),
+    let shapes = || tiling.register_tiles.iter().map(shape);
+    shapes().find(|&candidate| Simt::shared_memory(candidate) <= available).ok_or_else(|| {
+        Unsupported::SharedMemory {
+            required: shapes().map(Simt::shared_memory).min().unwrap_or(0),
             available,
-        })
+        }
+    })
 }

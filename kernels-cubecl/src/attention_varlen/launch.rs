@@ -1,10 +1,13 @@
 //! Launching attention.
 
+use std::sync::Arc;
+
 use cubecl::{client::Client, prelude::*};
 
-use super::{AttentionProblem, blueprint::supports, kernel::attention_varlen};
+use super::{AttentionBlueprint, AttentionProblem, kernel::attention_varlen};
 use crate::{
     DeviceWorkList, LaunchError, TensorLayout,
+    device::{buffer_arg, tensor_arg},
     layout::{VECTOR, check_binding, check_buffer},
     tile::Simt,
     work_list::{MAX_TOKENS, fold_grid},
@@ -28,25 +31,30 @@ pub struct AttentionTensors {
 
 /// Queues one attention launch. Neither waits for the device nor reads anything back.
 ///
+/// `blueprint` comes from [`supports`](super::supports) for this client's device and this problem,
+/// and `work` is cut for its [`tile_q`](AttentionBlueprint::tile_q).
+///
 /// Queries that see no key (empty key segment, everything masked) get output 0 and lse minus
 /// infinity. NaN in q, k or v stays inside its segment. Equal inputs give equal bits.
 ///
 /// # Errors
 ///
-/// If the device cannot serve the problem, if `work` was cut for another tile size or other token
-/// counts, or if a tensor reaches past its buffer or starts at an unusable address.
+/// If `work` was cut for another tile size or other token counts, if the grid is too large, or if a
+/// tensor reaches past its buffer or starts at an unusable address.
 ///
 /// # Panics
 ///
-/// If shapes or strides of the tensors differ from the problem's, or outputs are not contiguous.
+/// If the blueprint was made for another problem, shapes or strides of the tensors differ from the
+/// problem's, or outputs are not contiguous.
 pub fn launch(
     client: &Client,
     problem: &AttentionProblem,
+    blueprint: &AttentionBlueprint,
     work: &DeviceWorkList,
     tensors: AttentionTensors,
 ) -> Result<(), LaunchError> {
-    let properties = client.properties();
-    let blueprint = supports(properties, problem)?;
+    problem.check();
+    assert!(blueprint.serves(problem), "blueprint: made for another problem: {blueprint}");
     check_work(problem, work, blueprint.tile_q())?;
     check_tensors(problem, blueprint.vectors, &tensors)?;
     if work.is_empty() {
@@ -54,14 +62,10 @@ pub fn launch(
     }
     let heads = problem.heads();
     let cubes = (work.tiles as u64).saturating_mul(heads as u64);
-    let grid = fold_grid(cubes, properties.hardware.max_cube_count)?;
+    let grid = fold_grid(cubes, client.properties().hardware.max_cube_count)?;
     let AttentionTensors { q, k, v, out, lse } = tensors;
     // Empty buffers cannot be bound. Without key tokens the kernel never reads k and v.
-    let (k, v) = if problem.tokens_k() == 0 {
-        (q.clone(), q.clone())
-    } else {
-        (k, v)
-    };
+    let (k, v) = if problem.tokens_k() == 0 { (q.clone(), q.clone()) } else { (k, v) };
     let (left, right) = problem.band();
     // Beyond the longest segment a window is unbounded; the clamp keeps sums inside i32.
     let bound = |side: Option<usize>| side.unwrap_or(0).min(2 * MAX_TOKENS) as i32;
@@ -89,7 +93,7 @@ pub fn launch(
             bound(left),
             bound(right),
             f32::NEG_INFINITY,
-            blueprint,
+            *blueprint,
             blueprint.dtype,
             blueprint.vectors[0],
             blueprint.vectors[1],
@@ -110,11 +114,7 @@ fn check_work(
         ("key tokens", problem.tokens_k(), work.tokens_k),
     ] {
         if expected != actual {
-            return Err(LaunchError::WorkList {
-                property,
-                expected,
-                actual,
-            });
+            return Err(LaunchError::WorkList { property, expected, actual });
         }
     }
     Ok(())
@@ -132,22 +132,52 @@ fn check_tensors(
     let shape = problem.out_shape();
     let out = TensorLayout::of("out", &tensors.out);
     assert_eq!(out.shape, shape, "out: shape differs from the problem's");
-    assert!(
-        out.is_contiguous(),
-        "out: expected contiguous strides, got {:?}",
-        out.strides
-    );
+    assert!(out.is_contiguous(), "out: expected contiguous strides, got {:?}", out.strides);
     check_buffer("out", &tensors.out, out.span(), VECTOR, size)?;
     let [tokens, heads] = problem.lse_shape();
-    assert_eq!(
-        tensors.lse.shape[..],
-        [tokens, heads],
-        "lse: shape differs from the problem's"
-    );
+    assert_eq!(tensors.lse.shape[..], [tokens, heads], "lse: shape differs from the problem's");
     assert!(
         tokens * heads == 0 || tokens == 1 || tensors.lse.strides[0] == heads,
         "lse: expected contiguous strides, got {:?}",
         tensors.lse.strides
     );
     check_buffer("lse", &tensors.lse, tokens * heads, 1, size_of::<f32>())
+}
+
+/// The kernel of a blueprint, for compiling it without a device.
+pub fn kernel(
+    blueprint: AttentionBlueprint,
+    properties: Arc<DeviceProperties>,
+    target: Arc<TargetProperties>,
+) -> Box<dyn CubeKernel> {
+    let settings = KernelSettings::new(
+        *CubeDim::new_1d(blueprint.units() as u32),
+        ExecutionMode::Unchecked,
+        blueprint.address_type,
+    );
+    let [vector_q, vector_k, vector_v] = blueprint.vectors;
+    Box::new(attention_varlen::AttentionVarlen::<Simt>::new(
+        settings,
+        properties,
+        target,
+        tensor_arg(),
+        tensor_arg(),
+        tensor_arg(),
+        buffer_arg(),
+        buffer_arg(),
+        buffer_arg(),
+        (),
+        (),
+        (),
+        (),
+        (),
+        (),
+        (),
+        (),
+        blueprint,
+        blueprint.dtype,
+        vector_q,
+        vector_k,
+        vector_v,
+    ))
 }

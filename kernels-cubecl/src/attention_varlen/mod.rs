@@ -11,5 +11,5 @@ mod launch;
 mod problem;
 
 pub use blueprint::{AttentionBlueprint, supports};
-pub use launch::{AttentionTensors, launch};
+pub use launch::{AttentionTensors, kernel, launch};
 pub use problem::{AttentionProblem, HEAD_DIMS};

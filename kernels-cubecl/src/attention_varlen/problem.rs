@@ -103,10 +103,7 @@ impl AttentionProblem {
         let expected_k = [self.k.shape[0], self.k.shape[1], self.q.shape[2]];
         assert_eq!(self.k.shape, expected_k, "k: head_dim must be that of q");
         let expected_v = [self.k.shape[0], self.k.shape[1], self.v.shape[2]];
-        assert_eq!(
-            self.v.shape, expected_v,
-            "v: tokens and heads must be those of k"
-        );
+        assert_eq!(self.v.shape, expected_v, "v: tokens and heads must be those of k");
         let (heads, heads_kv) = (self.heads(), self.heads_kv());
         assert!(
             heads_kv > 0 && heads > 0 && heads.is_multiple_of(heads_kv),

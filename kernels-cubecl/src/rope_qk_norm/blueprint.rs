@@ -162,10 +162,7 @@ fn promote(a: ElemType, b: ElemType) -> ElemType {
 fn vector_size(problem: &RopeQkNormProblem) -> usize {
     let half = problem.head_dim() / 2;
     let table = |[row, column]: [usize; 2]| {
-        let layout = TensorLayout {
-            shape: [problem.tokens(), 1, half],
-            strides: [row, 0, column],
-        };
+        let layout = TensorLayout { shape: [problem.tokens(), 1, half], strides: [row, 0, column] };
         layout.vector_size(half)
     };
     let tables = problem.rotary.into_iter().flatten().map(table);

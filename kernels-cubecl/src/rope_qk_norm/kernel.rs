@@ -144,7 +144,11 @@ fn weigh<F: Float, W: Float, R: Float, N: Size>(
 
 /// Vector `pair` of a table's row.
 #[cube]
-fn table<N: Size>(table: &OwnedTensor<Vector<f32, N>>, token: usize, pair: usize) -> Vector<f32, N> {
+fn table<N: Size>(
+    table: &OwnedTensor<Vector<f32, N>>,
+    token: usize,
+    pair: usize,
+) -> Vector<f32, N> {
     let vector_size = N::value();
     table[(token * table.stride(0) + pair * vector_size * table.stride(1)) / vector_size]
 }

@@ -1,14 +1,17 @@
 //! Launching the fused norm and rotation.
 
+use std::sync::Arc;
+
 use cubecl::{client::Client, prelude::*};
 
 use super::{
     RopeQkNormBlueprint, RopeQkNormProblem,
     blueprint::supports,
-    kernel::{TablesLaunch, rope_norm, rope_qk_norm},
+    kernel::{TablesCompilationArg, TablesLaunch, rope_norm, rope_qk_norm},
 };
 use crate::{
     LaunchError, TensorLayout,
+    device::{buffer_arg, tensor_arg},
     layout::{check_binding, check_buffer},
     work_list::fold_grid,
 };
@@ -105,22 +108,11 @@ pub fn launch(
         return Ok(());
     }
     let tables = tensors.tables;
-    let tables_k = tables.as_ref().map(|tables| RotaryTables {
-        cos: tables.cos.clone(),
-        sin: tables.sin.clone(),
-    });
-    let queries = Single {
-        x: tensors.q,
-        weight: weight_q,
-        tables,
-        out: tensors.q_out,
-    };
-    let keys = Single {
-        x: tensors.k,
-        weight: weight_k,
-        tables: tables_k,
-        out: tensors.k_out,
-    };
+    let tables_k = tables
+        .as_ref()
+        .map(|tables| RotaryTables { cos: tables.cos.clone(), sin: tables.sin.clone() });
+    let queries = Single { x: tensors.q, weight: weight_q, tables, out: tensors.q_out };
+    let keys = Single { x: tensors.k, weight: weight_k, tables: tables_k, out: tensors.k_out };
     for (single, cubes) in [(queries, query_cubes), (keys, key_cubes)] {
         if cubes > 0 {
             let grid = fold_grid(cubes, max_count)?;
@@ -173,10 +165,7 @@ fn norm_types(blueprint: &RopeQkNormBlueprint) -> [ElemType; 2] {
 }
 
 fn tables_arg<N: Size>(tables: RotaryTables) -> TablesLaunch<N> {
-    TablesLaunch::new(
-        tables.cos.into_tensor_arg(),
-        tables.sin.into_tensor_arg(),
-    )
+    TablesLaunch::new(tables.cos.into_tensor_arg(), tables.sin.into_tensor_arg())
 }
 
 fn check_tensors(
@@ -187,10 +176,9 @@ fn check_tensors(
     let (size, vector) = (problem.dtype.size(), blueprint.vector);
     check_binding("q", &tensors.q, &problem.q, vector, size)?;
     check_binding("k", &tensors.k, &problem.k, vector, size)?;
-    for (argument, binding, input) in [
-        ("q_out", &tensors.q_out, &problem.q),
-        ("k_out", &tensors.k_out, &problem.k),
-    ] {
+    for (argument, binding, input) in
+        [("q_out", &tensors.q_out, &problem.q), ("k_out", &tensors.k_out, &problem.k)]
+    {
         let out = TensorLayout::of(argument, binding);
         assert_eq!(out.shape, input.shape, "{argument}: shape differs from its input's");
         assert!(
@@ -234,10 +222,7 @@ fn check_weight(
         [head_dim],
         "{argument}: expected one weight per element of a head"
     );
-    assert_eq!(
-        binding.strides[0], 1,
-        "{argument}: expected contiguous weights"
-    );
+    assert_eq!(binding.strides[0], 1, "{argument}: expected contiguous weights");
     check_buffer(argument, binding, head_dim, vector, size)
 }
 
@@ -249,19 +234,52 @@ fn check_table(
     vector: usize,
 ) -> Result<(), LaunchError> {
     let (tokens, half) = (problem.tokens(), problem.head_dim() / 2);
-    assert_eq!(
-        binding.shape[..],
-        [tokens, half],
-        "{argument}: expected [tokens, head_dim / 2]"
-    );
-    assert_eq!(
-        binding.strides[..],
-        strides,
-        "{argument}: strides differ from the problem's"
-    );
-    let layout = TensorLayout {
-        shape: [tokens, 1, half],
-        strides: [strides[0], 0, strides[1]],
-    };
+    assert_eq!(binding.shape[..], [tokens, half], "{argument}: expected [tokens, head_dim / 2]");
+    assert_eq!(binding.strides[..], strides, "{argument}: strides differ from the problem's");
+    let layout = TensorLayout { shape: [tokens, 1, half], strides: [strides[0], 0, strides[1]] };
     check_buffer(argument, binding, layout.span(), vector, size_of::<f32>())
+}
+
+/// The kernel of a blueprint, for compiling it without a device.
+pub fn kernel(
+    blueprint: RopeQkNormBlueprint,
+    properties: Arc<DeviceProperties>,
+    target: Arc<TargetProperties>,
+) -> Box<dyn CubeKernel> {
+    let settings = KernelSettings::new(
+        *CubeDim::new_1d(blueprint.units() as u32),
+        ExecutionMode::Unchecked,
+        blueprint.address_type,
+    );
+    let [weight_dtype, rounded] = norm_types(&blueprint);
+    let weight = || match blueprint.norm {
+        Some(_) => ComptimeOptionCompilationArg::Some(buffer_arg()),
+        None => ComptimeOptionCompilationArg::None,
+    };
+    let tables = match blueprint.rotary {
+        true => ComptimeOptionCompilationArg::Some(TablesCompilationArg {
+            cos: tensor_arg(),
+            sin: tensor_arg(),
+        }),
+        false => ComptimeOptionCompilationArg::None,
+    };
+    Box::new(rope_qk_norm::RopeQkNorm::new(
+        settings,
+        properties,
+        target,
+        tensor_arg(),
+        tensor_arg(),
+        weight(),
+        weight(),
+        tables,
+        buffer_arg(),
+        buffer_arg(),
+        (),
+        (),
+        blueprint,
+        blueprint.dtype,
+        weight_dtype,
+        rounded,
+        blueprint.vector,
+    ))
 }

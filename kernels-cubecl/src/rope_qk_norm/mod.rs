@@ -13,5 +13,5 @@ mod launch;
 mod problem;
 
 pub use blueprint::{RopeQkNormBlueprint, supports};
-pub use launch::{NormWeights, RopeQkNormTensors, RotaryTables, launch};
+pub use launch::{NormWeights, RopeQkNormTensors, RotaryTables, kernel, launch};
 pub use problem::{RmsNorm, RopeQkNormProblem};

@@ -33,13 +33,7 @@ pub struct RopeQkNormProblem {
 impl RopeQkNormProblem {
     /// A rotation of `q` and `k` by contiguous tables, without norm.
     pub fn new(q: TensorLayout, k: TensorLayout, dtype: ElemType) -> Self {
-        Self {
-            q,
-            k,
-            dtype,
-            norm: None,
-            rotary: Some([[q.shape[2] / 2, 1]; 2]),
-        }
+        Self { q, k, dtype, norm: None, rotary: Some([[q.shape[2] / 2, 1]; 2]) }
     }
 
     /// Tokens of the batch.
@@ -57,9 +51,6 @@ impl RopeQkNormProblem {
     /// If q and k differ in anything but the number of heads.
     pub(crate) fn check(&self) {
         let expected = [self.tokens(), self.k.shape[1], self.head_dim()];
-        assert_eq!(
-            self.k.shape, expected,
-            "k: tokens and head_dim must be those of q"
-        );
+        assert_eq!(self.k.shape, expected, "k: tokens and head_dim must be those of q");
     }
 }

@@ -108,11 +108,7 @@ pub trait TileAlgebra: Send + Sync + 'static {
     );
     /// `output += weights * value`, with the weights last given to
     /// [`stage_weights`](Self::stage_weights).
-    fn mma_ab(
-        workspace: &Self::Workspace,
-        output: &mut Self::Output,
-        #[comptime] shape: TileShape,
-    );
+    fn mma_ab(workspace: &Self::Workspace, output: &mut Self::Output, #[comptime] shape: TileShape);
     /// Hands the weights over to [`mma_ab`](Self::mma_ab).
     fn stage_weights(
         workspace: &mut Self::Workspace,
@@ -144,11 +140,7 @@ pub trait TileAlgebra: Send + Sync + 'static {
         #[comptime] shape: TileShape,
     );
     /// `output *= correction`, row by row.
-    fn rescale(
-        output: &mut Self::Output,
-        correction: &Self::Rows,
-        #[comptime] shape: TileShape,
-    );
+    fn rescale(output: &mut Self::Output, correction: &Self::Rows, #[comptime] shape: TileShape);
 
     /// Writes `output / sum` and `lse = maximum + ln(sum)`; rows without any visible key get 0 and
     /// `minus_infinity`. Row `r < valid` goes to `out[(first_row + r * row_stride) * value_dim ..]`

@@ -44,7 +44,7 @@ impl RegisterTile {
             columns: (shape.value_dim / 4).div_ceil(shape.units_x),
             query_pitch: shape.head_dim / 4 + 1,
             key_value_pitch: shape.head_dim.max(shape.value_dim) / 4 + 1,
-            weights_pitch: shape.units_y + 1,
+            weights_pitch: shape.units_y * (shape.q_rows / shape.units_y).div_ceil(4) + 1,
         }
     }
 }
@@ -183,11 +183,7 @@ impl TileAlgebra for Simt {
         );
     }
 
-    fn mma_ab_t(
-        workspace: &SimtWorkspace,
-        scores: &mut Array<f32>,
-        #[comptime] shape: TileShape,
-    ) {
+    fn mma_ab_t(workspace: &SimtWorkspace, scores: &mut Array<f32>, #[comptime] shape: TileShape) {
         let tile = comptime!(RegisterTile::of(shape));
         let query_at = first_row(shape) * tile.query_pitch;
         let key_at = unit_x(shape) * tile.key_value_pitch;
@@ -216,15 +212,21 @@ impl TileAlgebra for Simt {
 
     fn mma_ab(workspace: &SimtWorkspace, output: &mut Array<F4>, #[comptime] shape: TileShape) {
         let tile = comptime!(RegisterTile::of(shape));
+        let groups = comptime!(tile.rows.div_ceil(4));
         for k in 0..shape.k_rows {
-            let weights = workspace.weights[k * tile.weights_pitch + unit_y(shape)];
+            let mut weights = Array::<F4>::new(groups);
+            #[unroll]
+            for g in 0..groups {
+                weights[g] = workspace.weights[k * tile.weights_pitch + unit_y(shape) * groups + g];
+            }
             #[unroll]
             for c in 0..tile.columns {
                 let value = workspace.key_value[k * tile.key_value_pitch + column(c, shape)];
                 #[unroll]
                 for r in 0..tile.rows {
                     let i = comptime!(r * tile.columns + c);
-                    output[i] = fma(F4::new(weights.extract(r)), value, output[i]);
+                    let weight = weights[comptime!(r / 4)].extract(comptime!(r % 4));
+                    output[i] = fma(F4::new(weight), value, output[i]);
                 }
             }
         }
@@ -236,15 +238,20 @@ impl TileAlgebra for Simt {
         #[comptime] shape: TileShape,
     ) {
         let tile = comptime!(RegisterTile::of(shape));
+        let groups = comptime!(tile.rows.div_ceil(4));
         #[unroll]
         for c in 0..tile.keys {
-            let mut column = F4::new(0.0f32);
-            #[unroll]
-            for r in 0..tile.rows {
-                column.insert(r, weights[comptime!(r * tile.keys + c)]);
-            }
             let key = unit_x(shape) + comptime!(c * shape.units_x);
-            workspace.weights[key * tile.weights_pitch + unit_y(shape)] = column;
+            let at = key * tile.weights_pitch + unit_y(shape) * groups;
+            #[unroll]
+            for g in 0..groups {
+                let mut group = F4::new(0.0f32);
+                #[unroll]
+                for r in comptime!(4 * g)..comptime!(tile.rows.min(4 * g + 4)) {
+                    group.insert(comptime!(r % 4), weights[comptime!(r * tile.keys + c)]);
+                }
+                workspace.weights[at + g] = group;
+            }
         }
     }
 
@@ -258,12 +265,7 @@ impl TileAlgebra for Simt {
         }
     }
 
-    fn mask(
-        scores: &mut Array<f32>,
-        band: &Band,
-        first_key: i32,
-        #[comptime] shape: TileShape,
-    ) {
+    fn mask(scores: &mut Array<f32>, band: &Band, first_key: i32, #[comptime] shape: TileShape) {
         let tile = comptime!(RegisterTile::of(shape));
         let row = first_row(shape) as i32;
         let key = first_key + unit_x(shape) as i32;
@@ -272,10 +274,8 @@ impl TileAlgebra for Simt {
             #[unroll]
             for c in 0..tile.keys {
                 let i = comptime!(r * tile.keys + c);
-                let visible = band.sees(
-                    row + comptime!(r as i32),
-                    key + comptime!((c * shape.units_x) as i32),
-                );
+                let visible = band
+                    .sees(row + comptime!(r as i32), key + comptime!((c * shape.units_x) as i32));
                 scores[i] = select(visible, scores[i], f32::new(MASKED));
             }
         }

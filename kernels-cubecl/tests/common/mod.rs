@@ -125,7 +125,11 @@ pub fn upload(
 pub fn binding(handle: &Handle, shape: &[usize], strides: &[usize]) -> TensorBinding {
     // SAFETY: the kernels under test check shape and strides against the buffer themselves.
     unsafe {
-        TensorBinding::from_raw_parts(handle.clone(), strides.to_vec().into(), shape.to_vec().into())
+        TensorBinding::from_raw_parts(
+            handle.clone(),
+            strides.to_vec().into(),
+            shape.to_vec().into(),
+        )
     }
 }
 
@@ -164,10 +168,7 @@ impl Output {
         let guard = GUARD * self.dtype.size();
         let end = guard + self.shape.iter().product::<usize>() * self.dtype.size();
         assert!(bytes[..guard].iter().all(|&b| b == POISON), "guard before");
-        assert!(
-            bytes[end..end + guard].iter().all(|&b| b == POISON),
-            "guard after"
-        );
+        assert!(bytes[end..end + guard].iter().all(|&b| b == POISON), "guard after");
         bytes[guard..end].to_vec()
     }
 
