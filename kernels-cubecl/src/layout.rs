@@ -64,8 +64,10 @@ impl TensorLayout {
     /// by: [`VECTOR`] or 1.
     pub(crate) fn vector_size(&self, unit: usize) -> usize {
         let [token, head, element] = self.strides;
-        let aligned = |axis: usize, stride: usize| self.shape[axis] <= 1 || stride % VECTOR == 0;
-        let wide = element == 1 && unit % VECTOR == 0 && aligned(0, token) && aligned(1, head);
+        let aligned =
+            |axis: usize, stride: usize| self.shape[axis] <= 1 || stride.is_multiple_of(VECTOR);
+        let wide =
+            element == 1 && unit.is_multiple_of(VECTOR) && aligned(0, token) && aligned(1, head);
         if wide { VECTOR } else { 1 }
     }
 }

@@ -146,7 +146,8 @@ impl Case {
         self.compare(&outs.map(|out| out.read(client)), &inputs);
     }
 
-    /// A different rounding of the norm may move the result by one step of the element type.
+    /// Norm, weight and rotation each round once; drivers may round towards zero or skip an
+    /// intermediate rounding, so each may be off by one step of the element type.
     fn compare(&self, [q_out, k_out]: &[Vec<f64>; 2], inputs: &Inputs) {
         let step = match self.dtype {
             F16 => 2f64.powi(-10),
@@ -157,7 +158,7 @@ impl Case {
         let expected_k = self.reference(&inputs.k, &inputs.weights[1], inputs, self.heads_kv);
         for (name, out, expected) in [("q", q_out, expected_q), ("k", k_out, expected_k)] {
             for (i, (out, expected)) in out.iter().zip(&expected).enumerate() {
-                let bound = step * expected.abs().max(2.0);
+                let bound = 3.0 * step * expected.abs().max(1.0);
                 assert!(
                     (out - expected).abs() <= bound,
                     "{name}[{i}]: {out} != {expected}\n{self:?}"

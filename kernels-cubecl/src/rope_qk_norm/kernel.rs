@@ -25,8 +25,8 @@ pub(super) fn rope_qk_norm<F: Float, W: Float, R: Float, N: Size>(
     epsilon: f32,
     #[comptime] blueprint: RopeQkNormBlueprint,
     #[define(F)] _dtype: ElemType,
-    #[define(W)] _weight: ElemType,
-    #[define(R)] _rounded: ElemType,
+    #[define(W)] _weight_dtype: ElemType,
+    #[define(R)] _rounded_dtype: ElemType,
     #[define(N)] _vector: usize,
 ) {
     let cube = CUBE_POS as u32;
@@ -48,8 +48,8 @@ pub(super) fn rope_norm<F: Float, W: Float, R: Float, N: Size>(
     epsilon: f32,
     #[comptime] blueprint: RopeQkNormBlueprint,
     #[define(F)] _dtype: ElemType,
-    #[define(W)] _weight: ElemType,
-    #[define(R)] _rounded: ElemType,
+    #[define(W)] _weight_dtype: ElemType,
+    #[define(R)] _rounded_dtype: ElemType,
     #[define(N)] _vector: usize,
 ) {
     let cube = CUBE_POS as u32;

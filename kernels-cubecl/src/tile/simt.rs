@@ -353,7 +353,7 @@ impl TileAlgebra for Simt {
             #[unroll]
             for c in 0..tile.columns {
                 let i = comptime!(r * tile.columns + c);
-                output[i] = output[i] * factor;
+                output[i] *= factor;
             }
         }
     }
