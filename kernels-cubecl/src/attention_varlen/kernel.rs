@@ -8,6 +8,40 @@ use crate::{
     work_list::TILE_WORDS,
 };
 
+/// The query tile of one cube.
+#[derive(CubeType)]
+struct WorkItem {
+    q_start: usize,
+    q_rows: i32,
+    k_start: usize,
+    band: Band,
+}
+
+/// Reads entry `tile` of the work list.
+#[cube]
+fn work_item(
+    work: &[i32],
+    tile: u32,
+    left: i32,
+    right: i32,
+    #[comptime] blueprint: AttentionBlueprint,
+) -> WorkItem {
+    let item = tile as usize * TILE_WORDS;
+    WorkItem {
+        q_start: work[item] as usize,
+        q_rows: work[item + 1],
+        k_start: work[item + 2] as usize,
+        band: Band {
+            diagonal: work[item + 4],
+            left,
+            right,
+            k_len: work[item + 3],
+            bounded_left: comptime!(blueprint.bounded_left),
+            bounded_right: comptime!(blueprint.bounded_right),
+        },
+    }
+}
+
 /// One cube per (query tile, head); see [`TileAlgebra`] for what the steps do.
 ///
 /// Cubes are numbered with the tile running fastest, so that neighbours share keys and values.
@@ -40,18 +74,9 @@ pub(super) fn attention_varlen<T: TileAlgebra, F: Float, NQ: Size, NK: Size, NV:
     }
     let head = (cube / tiles) as usize;
     let head_kv = head / heads_per_kv as usize;
-    let item = (cube % tiles) as usize * TILE_WORDS;
-    let q_start = work[item] as usize;
-    let q_rows = work[item + 1];
-    let k_start = work[item + 2] as usize;
-    let band = Band {
-        diagonal: work[item + 4],
-        left,
-        right,
-        k_len: work[item + 3],
-        bounded_left: comptime!(blueprint.bounded_left),
-        bounded_right: comptime!(blueprint.bounded_right),
-    };
+    let item = work_item(work, cube % tiles, left, right, blueprint);
+    let band = item.band;
+    let q_rows = item.q_rows;
 
     let mut workspace = T::workspace(shape);
     let mut scores = T::scores(shape);
@@ -60,7 +85,7 @@ pub(super) fn attention_varlen<T: TileAlgebra, F: Float, NQ: Size, NK: Size, NV:
     let mut sum = T::rows(f32::new(0.0f32), shape);
     let mut correction = T::rows(f32::new(0.0f32), shape);
 
-    let q_origin = q_start * q.stride(0) + head * q.stride(1);
+    let q_origin = item.q_start * q.stride(0) + head * q.stride(1);
     T::load_query::<F, NQ>(&mut workspace, q, q_origin, q_rows as u32, query_scale, shape);
 
     let tile_k = comptime!(shape.k_rows as i32);
@@ -68,7 +93,7 @@ pub(super) fn attention_varlen<T: TileAlgebra, F: Float, NQ: Size, NK: Size, NV:
     let mut key = band.first_key();
     while key < end {
         let keys = min(tile_k, band.k_len - key) as u32;
-        let token = k_start + key as usize;
+        let token = item.k_start + key as usize;
 
         let k_origin = token * k.stride(0) + head_kv * k.stride(1);
         T::load_key::<F, NK>(&mut workspace, k, k_origin, keys, shape);
@@ -100,7 +125,7 @@ pub(super) fn attention_varlen<T: TileAlgebra, F: Float, NQ: Size, NK: Size, NV:
         &sum,
         out,
         lse,
-        q_start * heads as usize + head,
+        item.q_start * heads as usize + head,
         heads as usize,
         q_rows as u32,
         minus_infinity,

@@ -10,10 +10,11 @@ use crate::{
     device::{buffer_arg, tensor_arg},
     layout::{VECTOR, check_binding, check_buffer},
     tile::Simt,
-    work_list::{MAX_TOKENS, fold_grid},
+    work_list::{MAX_TOKENS, TILE_WORDS, fold_grid},
 };
 
 /// The tensors of one attention launch.
+#[derive(Clone, Debug)]
 pub struct AttentionTensors {
     /// Queries, laid out as the problem says.
     pub q: TensorBinding,
@@ -82,7 +83,7 @@ pub fn launch(
             q.into_tensor_arg(),
             k.into_tensor_arg(),
             v.into_tensor_arg(),
-            BufferArg::from_raw_parts(work.handle.clone(), work.tiles * 5),
+            BufferArg::from_raw_parts(work.handle.clone(), work.tiles * TILE_WORDS),
             out.into_buffer_arg(),
             lse.into_buffer_arg(),
             work.tiles as u32,
@@ -136,8 +137,9 @@ fn check_tensors(
     check_buffer("out", &tensors.out, out.span(), VECTOR, size)?;
     let [tokens, heads] = problem.lse_shape();
     assert_eq!(tensors.lse.shape[..], [tokens, heads], "lse: shape differs from the problem's");
+    let [token_stride, head_stride] = [tensors.lse.strides[0], tensors.lse.strides[1]];
     assert!(
-        tokens * heads == 0 || tokens == 1 || tensors.lse.strides[0] == heads,
+        (tokens <= 1 || token_stride == heads) && (heads <= 1 || head_stride == 1),
         "lse: expected contiguous strides, got {:?}",
         tensors.lse.strides
     );

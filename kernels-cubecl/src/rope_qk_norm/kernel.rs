@@ -109,10 +109,29 @@ fn heads<F: Float, W: Float, R: Float, N: Size>(
         ComptimeOption::None => {}
     }
 
+    if in_range {
+        rotate_and_store::<F, N>(&low, &high, tables, out, row, token, blueprint);
+    }
+}
+
+/// Writes the head of this unit, rotated if there are tables.
+#[cube]
+fn rotate_and_store<F: Float, N: Size>(
+    low: &Array<Vector<f32, N>>,
+    high: &Array<Vector<f32, N>>,
+    tables: &ComptimeOption<Tables<N>>,
+    out: &mut [Vector<F, N>],
+    row: usize,
+    token: usize,
+    #[comptime] blueprint: RopeQkNormBlueprint,
+) {
+    let half = comptime!(blueprint.half());
+    let units = comptime!(blueprint.units_per_head);
+    let unit = UNIT_POS as usize % units;
     #[unroll]
-    for i in 0..pairs {
+    for i in 0..comptime!(blueprint.pairs_per_unit()) {
         let pair = unit + comptime!(i * units);
-        if in_range && pair < half {
+        if pair < half {
             let target = row * comptime!(2 * half) + pair;
             #[comptime]
             match tables {

@@ -17,6 +17,7 @@ use crate::{
 };
 
 /// RMS norm weights `[head_dim]` of queries and keys, contiguous, of the problem's weight type.
+#[derive(Clone, Debug)]
 pub struct NormWeights {
     /// Weight of queries.
     pub q: TensorBinding,
@@ -25,6 +26,7 @@ pub struct NormWeights {
 }
 
 /// Rotary tables `[tokens, head_dim / 2]`, f32, with the strides that the problem says.
+#[derive(Clone, Debug)]
 pub struct RotaryTables {
     /// Cosines.
     pub cos: TensorBinding,
@@ -33,6 +35,7 @@ pub struct RotaryTables {
 }
 
 /// The tensors of one launch.
+#[derive(Clone, Debug)]
 pub struct RopeQkNormTensors {
     /// Queries, laid out as the problem says.
     pub q: TensorBinding,
