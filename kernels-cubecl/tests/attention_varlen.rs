@@ -67,19 +67,29 @@ fn head_dims(
 
 /// The tiles of other devices: all options at once, on lengths around their sizes.
 #[rstest]
-#[case::device_40(Tiles::Device, 40)]
-#[case::device_72(Tiles::Device, 72)]
-#[case::device_128(Tiles::Device, 128)]
-#[case::device_256(Tiles::Device, 256)]
-#[case::cpu_runtime_16(Tiles::CpuRuntime, 16)]
-#[case::cpu_runtime_40(Tiles::CpuRuntime, 40)]
-fn tiles_of_devices(#[case] tiles: Tiles, #[case] head_dim: usize) {
+#[case::device_40(Tiles::Device, F32, 40, 40)]
+#[case::device_72(Tiles::Device, F16, 72, 40)]
+#[case::device_128(Tiles::Device, F32, 128, 128)]
+#[case::device_256(Tiles::Device, F32, 256, 256)]
+#[case::cpu_runtime_16(Tiles::CpuRuntime, F32, 16, 24)]
+#[case::cpu_runtime_40(Tiles::CpuRuntime, F16, 40, 16)]
+fn tiles_of_devices(
+    #[case] tiles: Tiles,
+    #[case] dtype: ElemType,
+    #[case] head_dim: usize,
+    #[case] value_dim: usize,
+) {
     let Some(client) = client() else { return };
+    if !has_dtype(&client, dtype) {
+        return;
+    }
     let mut case = pairs();
-    case.tiles = tiles;
-    (case.head_dim, case.value_dim) = (head_dim, head_dim);
+    (case.tiles, case.dtype) = (tiles, dtype);
+    (case.head_dim, case.value_dim) = (head_dim, value_dim);
+    case.scale = 1.0 / (head_dim as f32).sqrt();
     (case.heads, case.heads_kv) = (4, 2);
     case.window = (Some(20), Some(30));
+    case.softcap = Some(30.0);
     case.check(&client, 17);
 }
 

@@ -192,8 +192,8 @@ impl Case {
         self.check_layouts(client, seed, self.shapes().map(TensorLayout::contiguous));
     }
 
-    /// Compares by flash-attention's rule: the error is at most twice that of a plain
-    /// implementation in the element type, plus two roundings; lse within 2e-4.
+    /// Compares by flash-attention's rule: the error is at most twice (with softcap three times)
+    /// that of a plain implementation in the element type, plus two roundings; lse within 2e-4.
     pub fn check_layouts(&self, client: &Client, seed: u64, layouts: [TensorLayout; 3]) {
         let inputs = self.inputs(seed);
         let (out, lse) = self.run(client, &inputs, layouts);
@@ -205,7 +205,8 @@ impl Case {
             expected.iter().map(|&x| (r(r(x + 0.3) - 0.3) - x).abs()).fold(0.0, f64::max);
         // Shader languages let exp be off by a few units in the last place, growing with the score.
         let absolute = 1e-5;
-        let bound = 2.0 * max_error(&plain, &expected) + 2.0 * rounding + absolute;
+        let factor = if self.softcap.is_some() { 3.0 } else { 2.0 };
+        let bound = factor * max_error(&plain, &expected) + 2.0 * rounding + absolute;
         assert!(error <= bound, "out: {error:e} > {bound:e}\n{self:?}");
         let error = max_error(&lse.read(client), &expected_lse);
         assert!(error <= 2e-4, "lse: {error:e}\n{self:?}");
