@@ -1,1 +1,35 @@
-fn main(){}
+//! Development commands: `cargo xtask parity`, `cargo xtask devices`.
+
+mod devices;
+mod parity;
+
+use std::process::ExitCode;
+
+use clap::{Parser, Subcommand};
+
+#[derive(Parser)]
+#[command(name = "cargo xtask", about = "Development commands of the vision attention workspace")]
+struct Cli {
+    #[command(subcommand)]
+    command: Command,
+}
+
+#[derive(Subcommand)]
+enum Command {
+    /// Run every golden case and compare with the reference.
+    Parity(parity::Parity),
+    /// List each device that answers and what a request resolves to on it.
+    Devices(devices::Devices),
+}
+
+fn main() -> ExitCode {
+    env_logger::Builder::from_env(env_logger::Env::default().default_filter_or("off")).init();
+    let result = match Cli::parse().command {
+        Command::Parity(parity) => parity.run(),
+        Command::Devices(devices) => devices.run(),
+    };
+    result.unwrap_or_else(|error| {
+        eprintln!("error: {error}");
+        ExitCode::FAILURE
+    })
+}

@@ -2,7 +2,7 @@
 
 use std::sync::{Arc, RwLock};
 
-use burn::tensor::{DType, Device, FloatDType, Tensor, TensorData, assert_shape};
+use burn::tensor::{DType, Device, Tensor, TensorData, assert_shape};
 use thiserror::Error;
 
 use crate::norm::to_compute_dtype;
@@ -242,12 +242,6 @@ impl RotaryPositionEmbedding {
     /// The head dimension that the tables are for.
     pub fn head_dim(&self) -> usize {
         2 * self.cos.dims()[1]
-    }
-
-    /// Rounds both tables to `dtype` and back to f32, as towers do that keep them in bf16.
-    pub fn rounded_to(self, dtype: FloatDType) -> Self {
-        let round = |table: Tensor<2>| table.cast(dtype).cast(DType::F32);
-        Self { cos: round(self.cos), sin: round(self.sin) }
     }
 }
 

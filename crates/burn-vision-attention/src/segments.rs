@@ -1,7 +1,9 @@
 //! The boundaries of a packed batch.
 
+use std::any::Any;
+use std::fmt;
 use std::ops::Range;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex};
 
 use burn::tensor::{Int, Tensor};
 use thiserror::Error;
@@ -21,10 +23,28 @@ use thiserror::Error;
 /// assert_eq!(segments.max_len(), 24);
 /// # Ok::<(), burn_vision_attention::SegmentsError>(())
 /// ```
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Segments {
-    offsets: Arc<[i32]>,
+#[derive(Clone)]
+pub struct Segments(Arc<Boundaries>);
+
+struct Boundaries {
+    offsets: Box<[i32]>,
     max_len: usize,
+    /// What kernels derive from the offsets, once for all layers that share these segments.
+    derived: Mutex<Vec<Arc<dyn Any + Send + Sync>>>,
+}
+
+impl PartialEq for Segments {
+    fn eq(&self, other: &Self) -> bool {
+        Arc::ptr_eq(&self.0, &other.0) || self.offsets() == other.offsets()
+    }
+}
+
+impl Eq for Segments {}
+
+impl fmt::Debug for Segments {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_tuple("Segments").field(&self.offsets()).finish()
+    }
 }
 
 /// Why a list of offsets or lengths does not describe a packed batch.
@@ -162,17 +182,17 @@ impl Segments {
             .map(|pair| (pair[1] - pair[0]) as usize)
             .max()
             .unwrap_or(0);
-        Self { offsets: offsets.into(), max_len }
+        Self(Arc::new(Boundaries { offsets: offsets.into(), max_len, derived: Mutex::default() }))
     }
 
     /// The number of tokens.
     pub fn total(&self) -> usize {
-        self.offsets[self.offsets.len() - 1] as usize
+        self.offsets()[self.len()] as usize
     }
 
     /// The number of segments, empty ones included.
     pub fn len(&self) -> usize {
-        self.offsets.len() - 1
+        self.0.offsets.len() - 1
     }
 
     /// Whether there is no segment at all.
@@ -182,22 +202,38 @@ impl Segments {
 
     /// The longest segment, in tokens.
     pub fn max_len(&self) -> usize {
-        self.max_len
+        self.0.max_len
     }
 
     /// The length of each segment, in tokens.
     pub fn lengths(&self) -> impl ExactSizeIterator<Item = usize> + '_ {
-        self.offsets.windows(2).map(|pair| (pair[1] - pair[0]) as usize)
+        self.offsets().windows(2).map(|pair| (pair[1] - pair[0]) as usize)
     }
 
     /// The token range of each segment.
     pub fn ranges(&self) -> impl ExactSizeIterator<Item = Range<usize>> + '_ {
-        self.offsets.windows(2).map(|pair| pair[0] as usize..pair[1] as usize)
+        self.offsets().windows(2).map(|pair| pair[0] as usize..pair[1] as usize)
     }
 
     /// The `n + 1` offsets, `cu_seqlens`.
     pub fn offsets(&self) -> &[i32] {
-        &self.offsets
+        &self.0.offsets
+    }
+
+    /// The value of type `T` that was derived before and `fits`, or a new one, which is kept.
+    pub(crate) fn derived<T: Any + Send + Sync>(
+        &self,
+        fits: impl Fn(&T) -> bool,
+        derive: impl FnOnce() -> T,
+    ) -> Arc<T> {
+        let mut derived = self.0.derived.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
+        let known = derived.iter().filter_map(|value| Arc::clone(value).downcast::<T>().ok());
+        if let Some(value) = known.into_iter().find(|value| fits(value)) {
+            return value;
+        }
+        let value = Arc::new(derive());
+        derived.push(value.clone());
+        value
     }
 }
 

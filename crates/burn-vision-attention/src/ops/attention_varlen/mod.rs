@@ -10,7 +10,7 @@ use burn::tensor::{Device, Tensor};
 
 pub use options::{AttentionOptions, Window};
 pub use problem::AttentionError;
-pub(crate) use problem::{Attention, expect_alike};
+pub(crate) use problem::Attention;
 
 use crate::Segments;
 use crate::implementation::{AttentionImplementation, KernelRequirements};

@@ -182,7 +182,7 @@ fn expect(
 }
 
 /// Checks that `tensor` has the dtype and the device of `other`.
-pub(crate) fn expect_alike<const D: usize, const E: usize>(
+fn expect_alike<const D: usize, const E: usize>(
     argument: &'static str,
     tensor: &Tensor<D>,
     of: &'static str,

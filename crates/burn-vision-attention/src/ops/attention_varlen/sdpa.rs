@@ -2,7 +2,7 @@
 
 use std::ops::Range;
 
-use burn::tensor::Tensor;
+use burn::tensor::{Bool, Tensor};
 use burn::tensor::module::attention as burn_attention;
 use burn::tensor::ops::AttentionModuleOptions;
 
@@ -93,7 +93,18 @@ fn chunk(
         softcap: attention.options.softcap,
         is_causal,
     };
-    burn_attention(q, k, v, mask, None, options)
+    let hidden_nan = hidden_nan(&q, &k, v.dims()[3]);
+    burn_attention(q, k, v, mask, None, options).mask_fill(hidden_nan, f32::NAN)
+}
+
+/// Where a NaN in q or k must show in the output `[1, heads, rows, value_dim]`: some backends take a
+/// row whose scores are all NaN for one that sees no key, and give 0.
+fn hidden_nan(q: &Tensor<4>, k: &Tensor<4>, value_dim: usize) -> Tensor<4, Bool> {
+    let [_, heads, rows, _] = q.dims();
+    let shape = [1, heads, rows, value_dim];
+    let in_q = q.clone().detach().is_nan().any_dim(3).expand(shape);
+    let in_k = k.clone().detach().is_nan().any_dim(3).any_dim(2).expand(shape);
+    in_q.bool_or(in_k)
 }
 
 /// The tokens of a segment as `[1, heads, tokens, dim]`.

@@ -1,0 +1,5 @@
+//! What the example programs share.
+
+pub mod devices;
+pub mod heatmap;
+pub mod output;

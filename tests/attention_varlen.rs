@@ -1,0 +1,285 @@
+//! Laws of packed attention, for every implementation on every device.
+
+use std::sync::OnceLock;
+
+use burn::tensor::{DType, Device, Tensor};
+use burn_vision_attention::{
+    AttentionImplementation, AttentionOptions, KernelRequirements, Segments, Window,
+    attention_varlen_by, attention_varlen_with_lse, resolve_attn_implementation,
+};
+use proptest::collection::vec;
+use proptest::prelude::*;
+use vision_attention_tests::devices::{NamedDevice, device};
+use vision_attention_tests::reference::{self, Heads};
+
+/// The devices under test; wgpu joins where a Vulkan driver answers.
+fn devices() -> &'static [NamedDevice] {
+    static DEVICES: OnceLock<Vec<NamedDevice>> = OnceLock::new();
+    DEVICES.get_or_init(|| {
+        let mut devices = vec![];
+        for name in ["flex", "ndarray"] {
+            devices.push(device(name).expect("a CPU device answers"));
+        }
+        devices
+    })
+}
+
+#[derive(Clone, Debug)]
+struct Problem {
+    q: Heads,
+    k: Heads,
+    v: Heads,
+    segments_q: Segments,
+    segments_k: Segments,
+    options: AttentionOptions,
+}
+
+impl Problem {
+    fn new(
+        seed: u64,
+        lengths: &[(usize, usize)],
+        (heads, kv_heads): (usize, usize),
+        (head_dim, value_dim): (usize, usize),
+        options: AttentionOptions,
+    ) -> Self {
+        let segments_q = Segments::from_lengths(lengths.iter().map(|pair| pair.0)).expect("fits");
+        let segments_k = Segments::from_lengths(lengths.iter().map(|pair| pair.1)).expect("fits");
+        let (tokens, keys) = (segments_q.total(), segments_k.total());
+        Self {
+            q: Heads::random(seed, [tokens, heads, head_dim]),
+            k: Heads::random(seed + 1, [keys, kv_heads, head_dim]),
+            v: Heads::random(seed + 2, [keys, kv_heads, value_dim]),
+            segments_q,
+            segments_k,
+            options,
+        }
+    }
+
+    fn tensors(&self, device: &Device, dtype: DType) -> [Tensor<3>; 3] {
+        [&self.q, &self.k, &self.v].map(|heads| heads.to_tensor(device, dtype))
+    }
+
+    fn run(&self, device: &Device, implementation: AttentionImplementation) -> Heads {
+        let [q, k, v] = self.tensors(device, DType::F32);
+        let (segments_q, segments_k) = (&self.segments_q, &self.segments_k);
+        let out = attention_varlen_by(implementation, q, k, v, segments_q, segments_k, &self.options);
+        Heads::from_tensor(out)
+    }
+
+    fn reference(&self) -> (Heads, Vec<f64>) {
+        let Self { q, k, v, segments_q, segments_k, options } = self;
+        reference::attention_varlen(q, k, v, segments_q, segments_k, options)
+    }
+
+    /// The problem with its segments in another order.
+    fn reordered(&self, order: &[usize]) -> Self {
+        let pick = |heads: &Heads, segments: &Segments| {
+            let ranges: Vec<_> = segments.ranges().collect();
+            let parts: Vec<_> = order.iter().map(|&index| heads.tokens(ranges[index].clone())).collect();
+            let lengths = order.iter().map(|&index| ranges[index].len());
+            (Heads::concat(&parts), Segments::from_lengths(lengths).expect("fits"))
+        };
+        let (q, segments_q) = pick(&self.q, &self.segments_q);
+        let (k, segments_k) = pick(&self.k, &self.segments_k);
+        let (v, _) = pick(&self.v, &self.segments_k);
+        Self { q, k, v, segments_q, segments_k, options: self.options }
+    }
+}
+
+fn implementations(device: &Device) -> impl Iterator<Item = AttentionImplementation> + '_ {
+    let requirements = KernelRequirements { dtype: DType::F32, head_dim: 16, value_dim: 16 };
+    AttentionImplementation::ALL.into_iter().filter(move |&implementation| {
+        let fallback = AttentionImplementation::Eager;
+        resolve_attn_implementation(implementation, device, &requirements, fallback).fallbacks.is_empty()
+    })
+}
+
+fn close(ours: &[f64], expected: &[f64], tolerance: f64) -> Result<(), TestCaseError> {
+    prop_assert_eq!(ours.len(), expected.len());
+    for (index, (ours, expected)) in ours.iter().zip(expected).enumerate() {
+        let same = ours == expected || (ours - expected).abs() <= tolerance;
+        prop_assert!(same, "at {index}: {ours}, expected {expected}");
+    }
+    Ok(())
+}
+
+fn options() -> impl Strategy<Value = AttentionOptions> {
+    let distance = || proptest::option::of(0usize..6);
+    let positive = || proptest::option::of(0.1f64..4.0);
+    (any::<bool>(), distance(), distance(), positive(), positive()).prop_map(
+        |(is_causal, left, right, softmax_scale, softcap)| AttentionOptions {
+            softmax_scale,
+            is_causal,
+            window: Window { left, right },
+            softcap,
+        },
+    )
+}
+
+fn problems() -> impl Strategy<Value = Problem> {
+    let lengths = vec((0usize..9, 0usize..9), 1..5);
+    let heads = prop_oneof![Just((1, 1)), Just((2, 2)), Just((4, 2)), Just((3, 1))];
+    let dims = prop_oneof![Just((16, 16)), Just((24, 16)), Just((16, 40))];
+    (any::<u32>(), lengths, heads, dims, options()).prop_map(|(seed, lengths, heads, dims, options)| {
+        Problem::new(u64::from(seed), &lengths, heads, dims, options)
+    })
+}
+
+/// Segments of equal lengths on both sides, as in self-attention.
+fn self_attention() -> impl Strategy<Value = Problem> {
+    (any::<u32>(), vec(0usize..9, 1..6), options()).prop_map(|(seed, lengths, options)| {
+        let lengths: Vec<_> = lengths.into_iter().map(|length| (length, length)).collect();
+        Problem::new(u64::from(seed), &lengths, (2, 2), (16, 16), options)
+    })
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(48))]
+
+    #[test]
+    fn every_implementation_is_the_definition(problem in problems()) {
+        let (expected, expected_lse) = problem.reference();
+        for device in devices() {
+            for implementation in implementations(&device.device) {
+                close(&problem.run(&device.device, implementation).values, &expected.values, 1e-5)?;
+            }
+            let [q, k, v] = problem.tensors(&device.device, DType::F32);
+            let Problem { segments_q, segments_k, options, .. } = &problem;
+            let (out, lse) = attention_varlen_with_lse(q, k, v, segments_q, segments_k, options);
+            prop_assert_eq!(lse.dtype(), DType::F32);
+            close(&Heads::from_tensor(out).values, &expected.values, 1e-5)?;
+            let lse: Vec<f64> = lse.into_data().iter::<f64>().collect();
+            close(&lse, &expected_lse, 1e-5)?;
+        }
+    }
+
+    #[test]
+    fn packing_equals_separate_runs(problem in problems()) {
+        for device in devices() {
+            for implementation in implementations(&device.device) {
+                let packed = problem.run(&device.device, implementation);
+                let segments = problem.segments_q.len();
+                let alone = |index| problem.reordered(&[index]).run(&device.device, implementation);
+                let alone: Vec<_> = (0..segments).map(alone).collect();
+                close(&packed.values, &Heads::concat(&alone).values, 1e-6)?;
+            }
+        }
+    }
+
+    #[test]
+    fn permuting_segments_permutes_outputs(
+        (problem, order) in problems().prop_flat_map(|problem| {
+            let order: Vec<usize> = (0..problem.segments_q.len()).collect();
+            (Just(problem), Just(order).prop_shuffle())
+        }),
+    ) {
+        for device in devices() {
+            for implementation in implementations(&device.device) {
+                let out = problem.run(&device.device, implementation);
+                let ranges: Vec<_> = problem.segments_q.ranges().collect();
+                let permuted: Vec<_> = order.iter().map(|&index| out.tokens(ranges[index].clone())).collect();
+                let ours = problem.reordered(&order).run(&device.device, implementation);
+                close(&ours.values, &Heads::concat(&permuted).values, 1e-6)?;
+            }
+        }
+    }
+
+    #[test]
+    fn rows_of_softmax_sum_to_one(problem in problems()) {
+        let mut problem = problem;
+        problem.v.values.fill(1.0);
+        let (_, lse) = problem.reference();
+        for device in devices() {
+            for implementation in implementations(&device.device) {
+                let out = problem.run(&device.device, implementation);
+                for (row, lse) in out.values.chunks(problem.v.dim).zip(&lse) {
+                    let expected = if lse.is_finite() { 1.0 } else { 0.0 };
+                    close(row, &vec![expected; row.len()], 1e-5)?;
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn causal_rows_ignore_the_future(problem in self_attention(), cut in 0.0f64..1.0) {
+        let mut problem = problem;
+        problem.options.is_causal = true;
+        let mut changed = problem.clone();
+        let width = changed.k.heads * changed.k.dim;
+        let mut kept = Vec::new();
+        for range in problem.segments_q.ranges() {
+            let split = range.start + (range.len() as f64 * cut) as usize;
+            kept.extend(range.start..split);
+            for heads in [&mut changed.k, &mut changed.v] {
+                heads.values[split * width..range.end * width].iter_mut().for_each(|value| *value += 0.5);
+            }
+        }
+        for device in devices() {
+            for implementation in implementations(&device.device) {
+                let before = problem.run(&device.device, implementation);
+                let after = changed.run(&device.device, implementation);
+                for &token in &kept {
+                    for head in 0..before.heads {
+                        close(after.row(token, head), before.row(token, head), 1e-6)?;
+                    }
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn an_empty_segment_changes_nothing(problem in problems(), place in any::<prop::sample::Index>()) {
+        let place = place.index(problem.segments_q.len() + 1);
+        let insert = |segments: &Segments| {
+            let mut lengths: Vec<_> = segments.lengths().collect();
+            lengths.insert(place, 0);
+            Segments::from_lengths(lengths).expect("fits")
+        };
+        let with_empty = Problem {
+            segments_q: insert(&problem.segments_q),
+            segments_k: insert(&problem.segments_k),
+            ..problem.clone()
+        };
+        for device in devices() {
+            for implementation in implementations(&device.device) {
+                let without = problem.run(&device.device, implementation);
+                let with = with_empty.run(&device.device, implementation);
+                close(&with.values, &without.values, 0.0)?;
+            }
+        }
+    }
+
+    #[test]
+    fn nan_stays_in_its_segment(problem in self_attention(), which in 0usize..3, place in any::<prop::sample::Index>()) {
+        prop_assume!(problem.q.tokens > 0);
+        let token = place.index(problem.q.tokens);
+        let mut poisoned = problem.clone();
+        let heads = [&mut poisoned.q, &mut poisoned.k, &mut poisoned.v];
+        let width = problem.q.heads * problem.q.dim;
+        for (index, heads) in heads.into_iter().enumerate() {
+            if index == which {
+                heads.values[token * width..(token + 1) * width].fill(f64::NAN);
+            }
+        }
+        // Every query of the segment sees its own place, so the poison shows at least there.
+        poisoned.options.window = Window::default();
+        let mut clean = problem;
+        clean.options.window = Window::default();
+        let segment = clean.segments_q.ranges().find(|range| range.contains(&token)).expect("covered");
+        for device in devices() {
+            for implementation in implementations(&device.device) {
+                let before = clean.run(&device.device, implementation);
+                let after = poisoned.run(&device.device, implementation);
+                for row in (0..before.tokens).filter(|row| !segment.contains(row)) {
+                    for head in 0..before.heads {
+                        close(after.row(row, head), before.row(row, head), 0.0)?;
+                    }
+                }
+                prop_assert!(
+                    (0..before.heads).all(|head| after.row(token, head).iter().all(|value| value.is_nan())),
+                    "{implementation} on {device} lost the NaN"
+                );
+            }
+        }
+    }
+}

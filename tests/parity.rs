@@ -1,0 +1,43 @@
+//! Golden parity: every case, device and implementation.
+
+use burn_vision_attention::AttentionImplementation;
+use rstest::rstest;
+use vision_attention_tests::devices::device;
+use vision_attention_tests::fixtures;
+use vision_attention_tests::parity::{Outcome, Request, run};
+
+fn outcomes(device_name: &str, gradients: bool) -> Vec<Outcome> {
+    let request = Request {
+        devices: vec![device(device_name).expect("the device is built in and answers")],
+        implementations: AttentionImplementation::ALL.to_vec(),
+        gradients,
+    };
+    let mut outcomes = Vec::new();
+    run(&fixtures::directory(), &request, &mut |outcome| outcomes.push(outcome))
+        .expect("the golden data of this repository can be read");
+    outcomes
+}
+
+fn assert_parity(outcomes: &[Outcome], least: usize) {
+    let failures = outcomes.iter().filter(|outcome| !outcome.skipped() && !outcome.passed());
+    let failures: Vec<String> = failures.map(Outcome::to_string).collect();
+    assert!(failures.is_empty(), "{}", failures.join("\n"));
+    let passed = outcomes.iter().filter(|outcome| outcome.passed()).count();
+    assert!(passed >= least, "only {passed} cases ran, expected at least {least}");
+}
+
+/// 14 attention layers (two of them in dtypes that ndarray lacks), 4 towers and 2 checkpoints by
+/// three implementations; 7 images.
+#[rstest]
+#[case::flex("flex", 3 * 20 + 7)]
+#[case::ndarray("ndarray", 3 * 18 + 7)]
+fn outputs_match_the_reference(#[case] device: &str, #[case] least: usize) {
+    assert_parity(&outcomes(device, false), least);
+}
+
+#[rstest]
+#[case::flex("flex", 3 * 18)]
+#[case::ndarray("ndarray", 3 * 16)]
+fn gradients_match_the_reference(#[case] device: &str, #[case] least: usize) {
+    assert_parity(&outcomes(device, true), least);
+}
