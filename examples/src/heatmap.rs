@@ -78,9 +78,11 @@ fn start(dim: usize) -> Basis {
     basis
 }
 
-/// Gram and Schmidt; a direction without variance becomes zero.
+/// Gram and Schmidt; a direction whose share of the variance is rounding becomes zero.
 fn orthonormalise(basis: &mut Basis) {
+    const ROUNDING: f32 = 1e-5;
     let dot = |a: &[f32], b: &[f32]| a.iter().zip(b).map(|(a, b)| a * b).sum::<f32>();
+    let least = ROUNDING * dot(&basis[0], &basis[0]).sqrt();
     for index in 0..basis.len() {
         let (done, rest) = basis.split_at_mut(index);
         let column = &mut rest[0];
@@ -89,7 +91,7 @@ fn orthonormalise(basis: &mut Basis) {
             column.iter_mut().zip(other).for_each(|(value, other)| *value -= share * other);
         }
         let norm = dot(column, column).sqrt();
-        let scale = if norm > f32::MIN_POSITIVE { 1.0 / norm } else { 0.0 };
+        let scale = if norm > least { 1.0 / norm } else { 0.0 };
         column.iter_mut().for_each(|value| *value *= scale);
     }
 }
@@ -119,7 +121,7 @@ fn stretch(values: &[f32]) -> Vec<u8> {
     let percentile = |share: f32| sorted[((sorted.len() - 1) as f32 * share).round() as usize];
     let (low, high) = (percentile(0.01), percentile(0.99));
     let scale = if high > low { 255.0 / (high - low) } else { 0.0 };
-    values.iter().map(|value| ((value - low) * scale).clamp(0.0, 255.0) as u8).collect()
+    values.iter().map(|value| ((value - low) * scale).clamp(0.0, 255.0).round() as u8).collect()
 }
 
 #[cfg(test)]

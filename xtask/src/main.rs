@@ -1,5 +1,6 @@
-//! Development commands: `cargo xtask parity`, `cargo xtask devices`.
+//! Development commands: `cargo xtask parity`, `devices`, `checkpoint`.
 
+mod checkpoint;
 mod devices;
 mod parity;
 
@@ -18,6 +19,8 @@ struct Cli {
 enum Command {
     /// Run every golden case and compare with the reference.
     Parity(parity::Parity),
+    /// Write a model folder with random weights, to time a tower of any size.
+    Checkpoint(checkpoint::Checkpoint),
     /// List each device that answers and what a request resolves to on it.
     Devices(devices::Devices),
 }
@@ -26,6 +29,7 @@ fn main() -> ExitCode {
     env_logger::Builder::from_env(env_logger::Env::default().default_filter_or("off")).init();
     let result = match Cli::parse().command {
         Command::Parity(parity) => parity.run(),
+        Command::Checkpoint(checkpoint) => checkpoint.run(),
         Command::Devices(devices) => devices.run(),
     };
     result.unwrap_or_else(|error| {

@@ -236,7 +236,7 @@ impl DotsVisionEncoder {
         match self.config.rope_table_dtype {
             RopeTableDtype::Float32 => self.rotary.prepare(positions, device),
             RopeTableDtype::Bfloat16 => {
-                // Rounded on the host: not every device knows bf16.
+                // Rounded on the host, since not every device knows bf16.
                 let angles = self.rotary.angles(positions, device).into_data();
                 let shape = angles.shape().clone();
                 let rounded: Vec<f32> =
