@@ -273,6 +273,13 @@ impl DotsVitConfig {
                 "entries are a number of experts up to 4096, or 0 or -1 for a dense layer".into();
             return fail("pyramid_num_routed", count.to_string(), remedy);
         }
+        // As for sizes: a module for each of them is made before any file of weights is looked at.
+        const EXPERTS: i64 = 1 << 16;
+        let experts: i64 = pyramid.iter().filter(|&&count| count > 0).sum();
+        if experts > EXPERTS {
+            let remedy = format!("must be at most {EXPERTS} experts in all layers together");
+            return fail("pyramid_num_routed", format!("{experts} experts"), remedy);
+        }
         if !(self.capacity_factor.is_finite() && self.capacity_factor >= 1.0) {
             let remedy = "its integer part is the number of experts per token, at least 1".into();
             return fail("capacity_factor", self.capacity_factor.to_string(), remedy);

@@ -112,6 +112,7 @@ fn other_models_are_refused(#[case] value: Value, #[case] needle: &str) {
 #[case("rms_norm_eps", json!(0.0), "positive")]
 #[case("use_bias", json!("no"), "expected true or false")]
 #[case("pyramid_num_routed", json!([4]), "num_hidden_layers = 42")]
+#[case("pyramid_num_routed", json!(vec![4096; 42]), "at most 65536 experts in all layers together")]
 #[case("num_hidden_layers", json!(1_000_000), "from 1 to 1024")]
 #[case("pyramid_num_routed", json!([4, "x"]), "entry 1: expected a whole number")]
 #[case("pyramid_num_routed", json!(4), "expected a list")]

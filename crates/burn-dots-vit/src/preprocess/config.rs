@@ -2,10 +2,12 @@
 
 use std::path::{Path, PathBuf};
 
+use burn_vision_attention::PositionOrder;
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 
 use super::{ConfigFieldError, PreprocessError, SmartResize, config_json};
+use crate::config::DotsVitConfig;
 
 /// Settings of [`ImageProcessor`](super::ImageProcessor); [`Default`] is what dots.ocr was released with.
 ///
@@ -175,6 +177,50 @@ impl PreprocessorConfig {
         }
         self.validate_areas()?;
         self.validate_normalisation()
+    }
+
+    /// Checks that pixel rows made with these settings are those that a tower of `tower` takes: their
+    /// length, and the order in which patches come. A wrong order has no other symptom than wrong
+    /// features.
+    ///
+    /// # Errors
+    ///
+    /// [`ConfigFieldError`] for the first field at odds with the tower's.
+    pub fn check_tower(&self, tower: &DotsVitConfig) -> Result<(), ConfigFieldError> {
+        let differs = |field: &str, ours: String, theirs: String| {
+            Err(ConfigFieldError::new(
+                field,
+                format!("{ours}, but the tower's config.json asks for {theirs}"),
+                "use the two files of one model, or set it to the tower's",
+            ))
+        };
+        if tower.num_channels != 3 {
+            return differs("num_channels", "images have 3".into(), tower.num_channels.to_string());
+        }
+        for (field, ours, theirs) in [
+            ("patch_size", self.patch_size, tower.patch_size),
+            ("temporal_patch_size", self.temporal_patch_size, tower.temporal_patch_size),
+        ] {
+            if ours != theirs {
+                return differs(field, ours.to_string(), theirs.to_string());
+            }
+        }
+        match tower.position_order() {
+            PositionOrder::MergeGrouped(group) => {
+                if !self.pre_pixel_shuffle {
+                    return differs("pre_pixel_shuffle", "false".into(), "true".into());
+                }
+                if self.merge_size != group {
+                    return differs("merge_size", self.merge_size.to_string(), group.to_string());
+                }
+            }
+            // Groups of one patch are in row-major order, too.
+            PositionOrder::RowMajor if self.pre_pixel_shuffle && self.merge_size > 1 => {
+                return differs("pre_pixel_shuffle", "true".into(), "false".into());
+            }
+            PositionOrder::RowMajor => {}
+        }
+        Ok(())
     }
 
     fn validate_areas(&self) -> Result<(), ConfigFieldError> {

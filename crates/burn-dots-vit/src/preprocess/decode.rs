@@ -9,26 +9,17 @@ use image::{
 
 use super::{PreprocessError, PreprocessorConfig};
 
+/// More bytes than any format's signature has.
+pub(super) const HEAD: u64 = 64;
+
 /// Decodes `bytes`; `name` appears in errors only.
 pub(super) fn decode(
     name: &str,
     bytes: &[u8],
     config: &PreprocessorConfig,
 ) -> Result<RgbImage, PreprocessError> {
+    let format = format(name, bytes)?;
     let name = || name.to_owned();
-    if bytes.is_empty() {
-        return Err(PreprocessError::EmptyFile { name: name() });
-    }
-    let format = match image::guess_format(bytes) {
-        Ok(format @ (ImageFormat::Png | ImageFormat::Jpeg)) => format,
-        Ok(other) => {
-            return Err(PreprocessError::UnsupportedFormat {
-                name: name(),
-                format: format!("{other:?}").to_uppercase(),
-            });
-        }
-        Err(_) => return Err(PreprocessError::NotAnImage { name: name() }),
-    };
     // The JPEG decoder fills what is missing with grey; Pillow refuses such a file, and so does this.
     if format == ImageFormat::Jpeg && !jpeg_is_complete(bytes) {
         return Err(PreprocessError::Truncated { name: name() });
@@ -60,6 +51,22 @@ pub(super) fn decode(
         image.apply_orientation(orientation);
     }
     to_rgb(&name(), image)
+}
+
+/// The format that the first bytes of a file announce; [`HEAD`] of them are enough.
+pub(super) fn format(name: &str, bytes: &[u8]) -> Result<ImageFormat, PreprocessError> {
+    let name = name.to_owned();
+    if bytes.is_empty() {
+        return Err(PreprocessError::EmptyFile { name });
+    }
+    match image::guess_format(bytes) {
+        Ok(format @ (ImageFormat::Png | ImageFormat::Jpeg)) => Ok(format),
+        Ok(other) => {
+            let format = format!("{other:?}").to_uppercase();
+            Err(PreprocessError::UnsupportedFormat { name, format })
+        }
+        Err(_) => Err(PreprocessError::NotAnImage { name }),
+    }
 }
 
 fn decode_error(name: String, source: ImageError) -> PreprocessError {

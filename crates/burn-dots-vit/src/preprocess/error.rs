@@ -33,7 +33,7 @@ impl ConfigFieldError {
 #[non_exhaustive]
 pub enum PreprocessError {
     /// A file could not be read.
-    #[error("{}: cannot read: {source}; check that the file exists and is readable", path.display())]
+    #[error("{}: cannot read: {source}; {}", path.display(), read_remedy(source))]
     Io {
         /// The file.
         path: PathBuf,
@@ -175,6 +175,13 @@ pub enum PreprocessError {
         /// Frames per temporal patch.
         temporal_patch_size: usize,
     },
+}
+
+fn read_remedy(error: &std::io::Error) -> &'static str {
+    match error.kind() {
+        std::io::ErrorKind::IsADirectory => "pass a file, not a folder",
+        _ => "check that the file exists and is readable",
+    }
 }
 
 /// Text of a decoder's error, some of which span lines.

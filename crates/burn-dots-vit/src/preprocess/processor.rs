@@ -1,5 +1,7 @@
 //! Files, bytes and images to pixel rows.
 
+use std::fs::File;
+use std::io::Read;
 use std::path::Path;
 
 use burn::tensor::{DType, Device, Tensor, TensorData};
@@ -133,9 +135,15 @@ impl ImageProcessor {
     /// the pixel limit, or of a size that cannot be tiled.
     pub fn process_file(&self, path: impl AsRef<Path>) -> Result<ProcessedImage, PreprocessError> {
         let path = path.as_ref();
-        let bytes = std::fs::read(path)
-            .map_err(|source| PreprocessError::Io { path: path.to_owned(), source })?;
-        self.process_bytes(&path.display().to_string(), &bytes)
+        let name = path.display().to_string();
+        let failed = |source| PreprocessError::Io { path: path.to_owned(), source };
+        let mut file = File::open(path).map_err(failed)?;
+        let mut bytes = Vec::new();
+        // Whatever is no image, be it a checkpoint or an endless device, is not read to its end.
+        file.by_ref().take(decode::HEAD).read_to_end(&mut bytes).map_err(failed)?;
+        decode::format(&name, &bytes)?;
+        file.read_to_end(&mut bytes).map_err(failed)?;
+        self.process_bytes(&name, &bytes)
     }
 
     /// Decodes and processes the bytes of a PNG or JPEG file; `name` stands for them in errors.

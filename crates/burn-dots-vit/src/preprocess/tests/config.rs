@@ -3,6 +3,7 @@
 use rstest::rstest;
 use serde_json::{Value, json};
 
+use crate::config::DotsVitConfig;
 use crate::preprocess::{ImageProcessor, PreprocessError, PreprocessorConfig, SmartResize};
 
 fn parse(value: Value) -> Result<PreprocessorConfig, String> {
@@ -149,4 +150,33 @@ fn a_processor_refuses_what_was_set_in_memory() {
         "PreprocessorConfig: image_std: must be finite and positive, got NaN; \
          restore the released values, or set do_normalize to false"
     );
+}
+
+/// Rows of another length or in another order than the tower's are found out before they are made.
+#[rstest]
+#[case(json!({}), json!({}), None)]
+#[case(json!({"patch_size": 16}), json!({}), Some("patch_size: 16, but the tower's config.json asks for 14"))]
+#[case(json!({"temporal_patch_size": 2}), json!({}),
+    Some("temporal_patch_size: 2, but the tower's config.json asks for 1"))]
+#[case(json!({"merge_size": 1}), json!({}), Some("merge_size: 1, but the tower's config.json asks for 2"))]
+#[case(json!({"pre_pixel_shuffle": false}), json!({}),
+    Some("pre_pixel_shuffle: false, but the tower's config.json asks for true"))]
+#[case(json!({}), json!({"pre_pixel_shuffle": false}),
+    Some("pre_pixel_shuffle: true, but the tower's config.json asks for false"))]
+#[case(json!({"pre_pixel_shuffle": false}), json!({"pre_pixel_shuffle": false}), None)]
+#[case(json!({"merge_size": 1}), json!({"pre_pixel_shuffle": false}), None)]
+#[case(json!({}), json!({"num_channels": 4}),
+    Some("num_channels: images have 3, but the tower's config.json asks for 4"))]
+fn settings_must_be_those_of_the_tower(
+    #[case] settings: Value,
+    #[case] tower: Value,
+    #[case] problem: Option<&str>,
+) {
+    let mut config = json!({"model_type": "dots_vit", "embed_dim": 64, "num_attention_heads": 2});
+    config.as_object_mut().unwrap().extend(tower.as_object().unwrap().clone());
+    let tower: DotsVitConfig = serde_json::from_value(config).unwrap();
+    let answer = PreprocessorConfig::try_from(settings).unwrap().check_tower(&tower);
+    let remedy = "use the two files of one model, or set it to the tower's";
+    let expected = problem.map(|problem| format!("{problem}; {remedy}"));
+    assert_eq!(answer.err().map(|error| error.to_string()), expected);
 }
