@@ -27,19 +27,43 @@ pub fn principal_colours(features: Tensor<2>) -> Vec<[u8; 3]> {
     (0..rows).map(|row| channels.each_ref().map(|channel| channel[row])).collect()
 }
 
+/// Pixels between pictures.
+const GAP: u32 = 8;
+/// Longest side of a picture, in pixels, that common viewers show.
+const LONGEST_SIDE: u32 = 16_384;
+
+/// The sizes `(width, height)` to paint images in, so that [`stack`]ed pairs [`beside`] each other
+/// can be shown: their own where that suffices, else all scaled by one factor.
+pub fn fit(sizes: &[(u32, u32)]) -> Vec<(u32, u32)> {
+    let longest = f64::from(LONGEST_SIDE);
+    let gap = f64::from(GAP);
+    let width = sizes.iter().map(|size| 2.0 * f64::from(size.0)).fold(0.0, f64::max);
+    let height: f64 = sizes.iter().map(|size| f64::from(size.1)).sum();
+    let scale = ((longest - gap) / width).min((longest - gap * sizes.len() as f64) / height);
+    if scale >= 1.0 {
+        return sizes.to_vec();
+    }
+    let scaled = |side: u32| ((f64::from(side) * scale) as u32).max(1);
+    sizes.iter().map(|&(width, height)| (scaled(width), scaled(height))).collect()
+}
+
 /// Paints one colour a patch over a picture as large as `image` and sets the two side by side.
 ///
 /// # Panics
 ///
 /// When there are not `grid_h * grid_w` colours, or the grid has no patch.
 pub fn beside(image: &RgbImage, colours: &[[u8; 3]], grid_h: usize, grid_w: usize) -> RgbImage {
-    assert_eq!(colours.len(), grid_h * grid_w, "colours: expected one for each of {grid_h} x {grid_w} patches");
+    assert_eq!(
+        colours.len(),
+        grid_h * grid_w,
+        "colours: expected one for each of {grid_h} x {grid_w} patches"
+    );
     let patches = RgbImage::from_fn(grid_w as u32, grid_h as u32, |x, y| {
         Rgb(colours[y as usize * grid_w + x as usize])
     });
     let (width, height) = image.dimensions();
     let patches = imageops::resize(&patches, width, height, imageops::FilterType::Nearest);
-    let gap = 8;
+    let gap = GAP;
     let mut both = RgbImage::from_pixel(2 * width + gap, height, Rgb([255; 3]));
     imageops::replace(&mut both, image, 0, 0);
     imageops::replace(&mut both, &patches, i64::from(width + gap), 0);
@@ -48,7 +72,7 @@ pub fn beside(image: &RgbImage, colours: &[[u8; 3]], grid_h: usize, grid_w: usiz
 
 /// Sets pictures one below the other on white.
 pub fn stack(pictures: &[RgbImage]) -> RgbImage {
-    let gap = 8;
+    let gap = GAP;
     let width = pictures.iter().map(RgbImage::width).max().unwrap_or(1);
     let heights = pictures.iter().map(RgbImage::height);
     let height = heights.sum::<u32>() + gap * pictures.len().saturating_sub(1) as u32;
@@ -131,7 +155,8 @@ mod tests {
     #[test]
     fn components_come_in_the_order_of_their_variance() {
         // Along the first axis the rows spread most, along the second less, along the third not.
-        let rows: Vec<f32> = (0..64).flat_map(|i| [(i % 8) as f32 * 10.0, (i / 8) as f32, 5.0]).collect();
+        let rows: Vec<f32> =
+            (0..64).flat_map(|i| [(i % 8) as f32 * 10.0, (i / 8) as f32, 5.0]).collect();
         let features = Tensor::from_data(TensorData::new(rows, [64, 3]), &Device::flex());
         let colours = principal_colours(features);
         assert_eq!(colours[0], [0, 0, 0]);
@@ -144,6 +169,16 @@ mod tests {
     fn constant_features_are_one_colour() {
         let colours = principal_colours(Tensor::ones([5, 4], &Device::flex()));
         assert!(colours.iter().all(|colour| *colour == [0, 0, 0]));
+    }
+
+    #[test]
+    fn many_pages_are_scaled_until_a_viewer_shows_them() {
+        assert_eq!(fit(&[(1700, 2200), (20, 10)]), [(1700, 2200), (20, 10)]);
+        let pages = fit(&[(1700, 2200); 200]);
+        assert!(pages.iter().all(|&page| page == (57, 73)), "{:?}", pages[0]);
+        assert_eq!(fit(&[(19_992, 560)]), [(8188, 229)]);
+        // So many that only the gaps remain: a line each.
+        assert!(fit(&[(28, 28); 3000]).iter().all(|&size| size == (1, 1)));
     }
 
     #[test]
