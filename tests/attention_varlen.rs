@@ -9,18 +9,15 @@ use burn_vision_attention::{
 };
 use proptest::collection::vec;
 use proptest::prelude::*;
-use vision_attention_tests::devices::{NamedDevice, device};
+use vision_attention_tests::devices::{NamedDevice, device, device_or_skip};
 use vision_attention_tests::reference::{self, Heads};
 
-/// The devices under test; wgpu joins where a Vulkan driver answers.
+/// The devices under test; wgpu joins where a driver answers.
 fn devices() -> &'static [NamedDevice] {
     static DEVICES: OnceLock<Vec<NamedDevice>> = OnceLock::new();
     DEVICES.get_or_init(|| {
-        let mut devices = vec![];
-        for name in ["flex", "ndarray"] {
-            devices.push(device(name).expect("a CPU device answers"));
-        }
-        devices
+        let cpu = ["flex", "ndarray"].map(|name| device(name).expect("a CPU device answers"));
+        cpu.into_iter().chain(device_or_skip("wgpu")).collect()
     })
 }
 
@@ -86,12 +83,22 @@ impl Problem {
     }
 }
 
-fn implementations(device: &Device) -> impl Iterator<Item = AttentionImplementation> + '_ {
+/// What runs on a device without a fallback; on GPUs the kernel alone, since the others are the same
+/// tensor operations everywhere and a software GPU compiles each of them for seconds.
+fn implementations(device: &NamedDevice) -> Vec<AttentionImplementation> {
     let requirements = KernelRequirements { dtype: DType::F32, head_dim: 16, value_dim: 16 };
-    AttentionImplementation::ALL.into_iter().filter(move |&implementation| {
+    let candidates = match device.name {
+        "wgpu" => vec![AttentionImplementation::FlashAttention2],
+        _ => AttentionImplementation::ALL.to_vec(),
+    };
+    let runs = |implementation: &AttentionImplementation| {
         let fallback = AttentionImplementation::Eager;
-        resolve_attn_implementation(implementation, device, &requirements, fallback).fallbacks.is_empty()
-    })
+        let device = &device.device;
+        resolve_attn_implementation(*implementation, device, &requirements, fallback).fallbacks.is_empty()
+    };
+    let implementations: Vec<_> = candidates.into_iter().filter(runs).collect();
+    assert!(!implementations.is_empty(), "nothing runs on {device}");
+    implementations
 }
 
 fn close(ours: &[f64], expected: &[f64], tolerance: f64) -> Result<(), TestCaseError> {
@@ -140,7 +147,7 @@ proptest! {
     fn every_implementation_is_the_definition(problem in problems()) {
         let (expected, expected_lse) = problem.reference();
         for device in devices() {
-            for implementation in implementations(&device.device) {
+            for implementation in implementations(device) {
                 close(&problem.run(&device.device, implementation).values, &expected.values, 1e-5)?;
             }
             let [q, k, v] = problem.tensors(&device.device, DType::F32);
@@ -156,7 +163,7 @@ proptest! {
     #[test]
     fn packing_equals_separate_runs(problem in problems()) {
         for device in devices() {
-            for implementation in implementations(&device.device) {
+            for implementation in implementations(device) {
                 let packed = problem.run(&device.device, implementation);
                 let segments = problem.segments_q.len();
                 let alone = |index| problem.reordered(&[index]).run(&device.device, implementation);
@@ -174,7 +181,7 @@ proptest! {
         }),
     ) {
         for device in devices() {
-            for implementation in implementations(&device.device) {
+            for implementation in implementations(device) {
                 let out = problem.run(&device.device, implementation);
                 let ranges: Vec<_> = problem.segments_q.ranges().collect();
                 let permuted: Vec<_> = order.iter().map(|&index| out.tokens(ranges[index].clone())).collect();
@@ -190,7 +197,7 @@ proptest! {
         problem.v.values.fill(1.0);
         let (_, lse) = problem.reference();
         for device in devices() {
-            for implementation in implementations(&device.device) {
+            for implementation in implementations(device) {
                 let out = problem.run(&device.device, implementation);
                 for (row, lse) in out.values.chunks(problem.v.dim).zip(&lse) {
                     let expected = if lse.is_finite() { 1.0 } else { 0.0 };
@@ -215,7 +222,7 @@ proptest! {
             }
         }
         for device in devices() {
-            for implementation in implementations(&device.device) {
+            for implementation in implementations(device) {
                 let before = problem.run(&device.device, implementation);
                 let after = changed.run(&device.device, implementation);
                 for &token in &kept {
@@ -241,7 +248,7 @@ proptest! {
             ..problem.clone()
         };
         for device in devices() {
-            for implementation in implementations(&device.device) {
+            for implementation in implementations(device) {
                 let without = problem.run(&device.device, implementation);
                 let with = with_empty.run(&device.device, implementation);
                 close(&with.values, &without.values, 0.0)?;
@@ -267,7 +274,7 @@ proptest! {
         clean.options.window = Window::default();
         let segment = clean.segments_q.ranges().find(|range| range.contains(&token)).expect("covered");
         for device in devices() {
-            for implementation in implementations(&device.device) {
+            for implementation in implementations(device) {
                 let before = clean.run(&device.device, implementation);
                 let after = poisoned.run(&device.device, implementation);
                 for row in (0..before.tokens).filter(|row| !segment.contains(row)) {

@@ -2,16 +2,13 @@
 
 use burn_vision_attention::AttentionImplementation;
 use rstest::rstest;
-use vision_attention_tests::devices::device;
+use vision_attention_tests::devices::{NamedDevice, device, device_or_skip};
 use vision_attention_tests::fixtures;
 use vision_attention_tests::parity::{Outcome, Request, run};
 
-fn outcomes(device_name: &str, gradients: bool) -> Vec<Outcome> {
-    let request = Request {
-        devices: vec![device(device_name).expect("the device is built in and answers")],
-        implementations: AttentionImplementation::ALL.to_vec(),
-        gradients,
-    };
+fn outcomes(device: NamedDevice, gradients: bool) -> Vec<Outcome> {
+    let implementations = AttentionImplementation::ALL.to_vec();
+    let request = Request { devices: vec![device], implementations, gradients };
     let mut outcomes = Vec::new();
     run(&fixtures::directory(), &request, &mut |outcome| outcomes.push(outcome))
         .expect("the golden data of this repository can be read");
@@ -31,13 +28,22 @@ fn assert_parity(outcomes: &[Outcome], least: usize) {
 #[rstest]
 #[case::flex("flex", 3 * 20 + 7)]
 #[case::ndarray("ndarray", 3 * 18 + 7)]
-fn outputs_match_the_reference(#[case] device: &str, #[case] least: usize) {
+fn outputs_match_the_reference(#[case] name: &str, #[case] least: usize) {
+    let device = device(name).expect("a CPU device answers");
     assert_parity(&outcomes(device, false), least);
+}
+
+/// As above by the kernel, too; bf16 only where the device computes in it.
+#[test]
+fn outputs_match_the_reference_on_wgpu() {
+    let Some(device) = device_or_skip("wgpu") else { return };
+    assert_parity(&outcomes(device, false), 4 * 19 + 7);
 }
 
 #[rstest]
 #[case::flex("flex", 3 * 18)]
 #[case::ndarray("ndarray", 3 * 16)]
-fn gradients_match_the_reference(#[case] device: &str, #[case] least: usize) {
+fn gradients_match_the_reference(#[case] name: &str, #[case] least: usize) {
+    let device = device(name).expect("a CPU device answers");
     assert_parity(&outcomes(device, true), least);
 }

@@ -1,98 +1,25 @@
-//! Devices by the names that commands and tests use.
+//! Devices by name, and what a test does without one.
 
-use std::fmt;
-use std::panic::{AssertUnwindSafe, catch_unwind};
+pub use examples::devices::{DeviceError, NAMES, NamedDevice, device, devices};
 
-use burn::tensor::{Device, Tensor};
-use thiserror::Error;
+/// The variable that turns an absent device from a skipped test into a failed one.
+pub const REQUIRE_GPU_TESTS: &str = "VISION_ATTENTION_REQUIRE_GPU_TESTS";
 
-/// A device that answered, with the name it was asked by.
-#[derive(Clone, Debug)]
-pub struct NamedDevice {
-    /// The name on the command line.
-    pub name: &'static str,
-    /// The device, without autodiff.
-    pub device: Device,
-}
-
-impl fmt::Display for NamedDevice {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.pad(self.name)
-    }
-}
-
-/// Why a device cannot be used.
-#[derive(Clone, Debug, PartialEq, Eq, Error)]
-pub enum DeviceError {
-    /// The name is none of those known.
-    #[error("unknown device `{0}`: expected one of {names}", names = NAMES.join(", "))]
-    Unknown(String),
-    /// The program was built without the device's feature.
-    #[error("device `{0}` is not built in: build with `--features {0}`")]
-    NotBuilt(&'static str),
-    /// Creating a tensor on the device failed.
-    #[error("device `{name}` does not answer: {reason}")]
-    Absent {
-        /// The name asked for.
-        name: &'static str,
-        /// What its driver said.
-        reason: String,
-    },
-}
-
-/// Every name that [`device`] knows.
-pub const NAMES: [&str; 5] = ["flex", "ndarray", "wgpu", "cpu", "cuda"];
-
-/// Opens a device and makes it compute once, so that an absent one is found out here.
+/// The device of a test that needs hardware or a driver, or nothing, with a line on stderr, where it
+/// does not answer.
 ///
-/// # Errors
+/// # Panics
 ///
-/// When the name is unknown, its feature is off, or the device does not answer.
-pub fn device(name: &str) -> Result<NamedDevice, DeviceError> {
-    let name = NAMES
-        .into_iter()
-        .find(|known| *known == name)
-        .ok_or_else(|| DeviceError::Unknown(name.to_owned()))?;
-    let open = constructor(name).ok_or(DeviceError::NotBuilt(name))?;
-    let device = probe(open).map_err(|reason| DeviceError::Absent { name, reason })?;
-    Ok(NamedDevice { name, device })
-}
-
-/// The devices of this build that answer, and why the others do not.
-pub fn devices() -> Vec<Result<NamedDevice, DeviceError>> {
-    NAMES.into_iter().map(device).collect()
-}
-
-fn constructor(name: &str) -> Option<fn() -> Device> {
-    match name {
-        #[cfg(feature = "flex")]
-        "flex" => Some(Device::flex),
-        #[cfg(feature = "ndarray")]
-        #[allow(deprecated)]
-        "ndarray" => Some(Device::ndarray),
-        #[cfg(feature = "wgpu")]
-        "wgpu" => Some(|| Device::wgpu(burn::tensor::DeviceKind::DefaultDevice)),
-        #[cfg(feature = "cpu")]
-        "cpu" => Some(Device::cpu),
-        #[cfg(feature = "cuda")]
-        "cuda" => Some(|| Device::cuda(0usize)),
-        _ => None,
+/// When the device does not answer although [`REQUIRE_GPU_TESTS`] is `1`.
+pub fn device_or_skip(name: &str) -> Option<NamedDevice> {
+    match device(name) {
+        Ok(device) => Some(device),
+        Err(error) if std::env::var(REQUIRE_GPU_TESTS).is_ok_and(|value| value == "1") => {
+            panic!("{REQUIRE_GPU_TESTS}=1 and {error}")
+        }
+        Err(error) => {
+            eprintln!("skipped: {error}");
+            None
+        }
     }
-}
-
-/// Drivers that find no device panic, so that is what an absent one does here.
-fn probe(open: fn() -> Device) -> Result<Device, String> {
-    let hook = std::panic::take_hook();
-    std::panic::set_hook(Box::new(|_| {}));
-    let answer = catch_unwind(AssertUnwindSafe(|| {
-        let device = open();
-        let two = Tensor::<1>::ones([2], &device).sum().try_into_scalar::<f32>();
-        two.map(|_| device).map_err(|error| format!("{error:?}"))
-    }));
-    std::panic::set_hook(hook);
-    answer.unwrap_or_else(|panic| {
-        let message = panic.downcast_ref::<String>().cloned();
-        let message = message.or_else(|| panic.downcast_ref::<&str>().map(|text| (*text).to_owned()));
-        Err(message.unwrap_or_else(|| "its driver panicked".to_owned()).replace('\n', " "))
-    })
 }

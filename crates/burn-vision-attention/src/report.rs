@@ -3,6 +3,13 @@
 use std::collections::HashSet;
 use std::sync::Mutex;
 
+use burn::tensor::Device;
+
+/// A device as its backend names it.
+pub(crate) fn device_name(device: &Device) -> String {
+    format!("{:?}", device.as_dispatch())
+}
+
 /// Logs a warning the first time this very text comes.
 pub(crate) fn warn_once(message: String) {
     static SEEN: Mutex<Option<HashSet<String>>> = Mutex::new(None);

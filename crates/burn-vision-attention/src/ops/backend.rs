@@ -1,17 +1,17 @@
 //! The backend extension through which operations reach a device's kernels.
 
+use burn::backend::fusion::custom::TensorSpec;
 use burn::backend::tensor::FloatTensor;
 use burn::backend::{Backend, ExtensionType, backend_extension};
+use burn::tensor::{DType, Shape};
 
 use super::attention_varlen::AttentionOptions;
 use crate::Segments;
 
 /// Kernels of a backend for the operations of this crate.
 ///
-/// [`attention_varlen`](crate::attention_varlen) and [`rope_qk_norm`](crate::rope_qk_norm) call it
-/// where [`resolve_attn_implementation`](crate::resolve_attn_implementation) finds that the device
-/// can run them, and plain tensor code everywhere else. It is public for backend authors.
-#[backend_extension(Cube, Fusion: cfg(feature = "fusion"))]
+/// The operations call it on tensors whose device runs the kernels, and plain tensor code elsewhere.
+#[backend_extension(Cube, Fusion)]
 pub trait PackedAttentionBackend: Backend {
     /// Output `[tokens_q, heads, value_dim]` in the dtype of q, and f32 lse `[tokens_q, heads]`, of
     /// checked arguments; see [`attention_varlen`](crate::attention_varlen).
@@ -37,7 +37,7 @@ pub trait PackedAttentionBackend: Backend {
 
 /// The tables of a rotation, where there is one.
 #[derive(Clone, Debug, ExtensionType)]
-#[cfg_attr(feature = "fusion", extension_type(fusion))]
+#[extension_type(fusion)]
 pub enum Rotation<B: Backend> {
     /// No rotation.
     Absent,
@@ -52,7 +52,7 @@ pub enum Rotation<B: Backend> {
 
 /// The weights of the per-head norms, where there are some.
 #[derive(Clone, Debug, ExtensionType)]
-#[cfg_attr(feature = "fusion", extension_type(fusion))]
+#[extension_type(fusion)]
 pub enum Norm<B: Backend> {
     /// No norm.
     Absent,
@@ -67,12 +67,7 @@ pub enum Norm<B: Backend> {
     },
 }
 
-#[cfg(feature = "fusion")]
-use burn::backend::fusion::custom::TensorSpec;
-
-#[cfg(feature = "fusion")]
 fn attention_specs(q: &TensorSpec, v: &TensorSpec) -> (TensorSpec, TensorSpec) {
-    use burn::tensor::{DType, Shape};
     let [tokens, heads] = [q.shape[0], q.shape[1]];
     (
         TensorSpec::new(Shape::new([tokens, heads, v.shape[2]]), q.dtype),

@@ -40,6 +40,63 @@ pub fn rope_qk_norm(
 ) -> (Tensor<3>, Tensor<3>) {
     let [tokens, _, head_dim] = q.dims();
     assert_shape!(k, [tokens, _, head_dim]);
+    #[cfg(feature = "cube")]
+    if let Some(results) = kernel(&q, &k, rope, norms) {
+        return results;
+    }
+    composed(q, k, rope, norms)
+}
+
+/// One pass over q and k by the device's kernel, where it has one.
+#[cfg(feature = "cube")]
+fn kernel(
+    q: &Tensor<3>,
+    k: &Tensor<3>,
+    rope: Option<&RotaryPositionEmbedding>,
+    norms: Option<&QkNorm>,
+) -> Option<(Tensor<3>, Tensor<3>)> {
+    use super::backend::{Norm, PackedAttentionBackend, Rotation};
+    use burn::backend::Dispatch;
+    use burn::tensor::DType;
+
+    let [tokens, _, head_dim] = q.dims();
+    let device = q.device();
+    let tables = rope.is_none_or(|rope| rope.cos.dtype() == DType::F32);
+    if device.is_autodiff() || !tables || q.dtype() != k.dtype() || (rope.is_none() && norms.is_none()) {
+        return None;
+    }
+    let norm_dtype = norms.map(|norms| norms.q_weight.dtype());
+    let shapes = [q.dims(), k.dims()];
+    super::cube::supports_rope_qk_norm(&device, q.dtype(), shapes, rope.is_some(), norm_dtype).ok()?;
+    let rotation = match rope {
+        Some(RotaryPositionEmbedding { cos, sin }) => {
+            assert_shape!(cos, [tokens, head_dim / 2]);
+            let [cos, sin] = [cos, sin].map(|table| table.clone().into_dispatch());
+            Rotation::Tables { cos, sin }
+        }
+        None => Rotation::Absent,
+    };
+    let norm = match norms {
+        Some(QkNorm { q_weight, k_weight, epsilon }) => {
+            assert_shape!(q_weight, [head_dim]);
+            assert_shape!(k_weight, [head_dim]);
+            let [q, k] = [q_weight, k_weight].map(|weight| weight.clone().into_dispatch());
+            Norm::Rms { q, k, epsilon: *epsilon }
+        }
+        None => Norm::Absent,
+    };
+    let [q, k] = [q, k].map(|tensor| tensor.clone().into_dispatch());
+    let (q, k) = Dispatch::packed_rope_qk_norm(q, k, rotation, norm);
+    Some((Tensor::from_dispatch(q), Tensor::from_dispatch(k)))
+}
+
+/// Norm, then rotation, in tensor operations.
+fn composed(
+    q: Tensor<3>,
+    k: Tensor<3>,
+    rope: Option<&RotaryPositionEmbedding>,
+    norms: Option<&QkNorm>,
+) -> (Tensor<3>, Tensor<3>) {
     let (q, k) = match norms {
         Some(norms) => (
             rms_norm(q, norms.q_weight.clone(), norms.epsilon),

@@ -118,7 +118,7 @@ fn run(cli: Cli) -> Result<(), Box<dyn Error>> {
     let images = images_or_sample(cli.images);
     let model = model_or_tiny(cli.model);
     let [features_file, picture_file] = outputs([&cli.out, &cli.heatmap], &images, &model)?;
-    let device = devices::open(&cli.device)?;
+    let device = devices::device(&cli.device)?.device;
     if !device.supports_dtype(cli.dtype) {
         let dtype = cli.dtype.name();
         return Err(

@@ -2,24 +2,28 @@
 
 mod composed;
 mod dense;
+mod kernel;
 mod options;
 mod problem;
 mod sdpa;
 
-use burn::tensor::{Device, Tensor};
+use burn::tensor::Tensor;
 
 pub use options::{AttentionOptions, Window};
 pub use problem::AttentionError;
 pub(crate) use problem::Attention;
 
 use crate::Segments;
-use crate::implementation::{AttentionImplementation, KernelRequirements};
+use crate::implementation::AttentionImplementation;
 
 /// `softmax(softmax_scale q k^T) v` in each segment, over a packed sequence.
 ///
 /// Query segment `i` attends to key segment `i` only; the two may differ in length. Softmax and
 /// accumulation run in f32 (f64 for f64 tensors) and the result is cast back once. A query that
 /// sees no key, as in an empty segment, gives 0. A NaN stays in its segment.
+///
+/// It runs the kernel of `flash_attention_2` where the device can, and the tensor operations of
+/// `eager_v2` elsewhere.
 ///
 /// # Shapes
 ///
@@ -71,7 +75,7 @@ pub fn attention_varlen_with_lse(
     options: &AttentionOptions,
 ) -> (Tensor<3>, Tensor<2>) {
     let attention = checked([q, k, v], segments_q, segments_k, options);
-    composed::composed(&attention)
+    kernel::kernel(&attention).unwrap_or_else(|_| composed::composed(&attention))
 }
 
 /// As [`attention_varlen`], computed by the given implementation.
@@ -125,32 +129,14 @@ pub(crate) fn run(implementation: AttentionImplementation, attention: &Attention
         AttentionImplementation::Eager => dense::dense(attention),
         AttentionImplementation::EagerV2 => composed::composed(attention).0,
         AttentionImplementation::Sdpa => sdpa::sdpa(attention),
-        kernel => {
-            let requirements = KernelRequirements {
-                dtype: attention.q.dtype(),
-                head_dim: attention.sizes.head_dim,
-                value_dim: attention.sizes.value_dim,
-            };
-            match kernel_support(kernel, &attention.q.device(), &requirements) {
-                Ok(()) => unreachable!("no kernel reports support"),
-                Err(reason) => panic!("attention_varlen: {kernel} cannot run: {reason}"),
-            }
+        AttentionImplementation::FlashAttention2 => match kernel::kernel(attention) {
+            Ok((out, _)) => out,
+            Err(reason) => panic!("attention_varlen: {implementation} cannot run: {reason}"),
+        },
+        AttentionImplementation::FlashAttention3 => {
+            panic!("attention_varlen: {implementation} cannot run; resolve the request first")
         }
     }
 }
 
-/// Whether an implementation can run on a device, and if not, which property is missing.
-pub(crate) fn kernel_support(
-    implementation: AttentionImplementation,
-    device: &Device,
-    _requirements: &KernelRequirements,
-) -> Result<(), String> {
-    match implementation {
-        AttentionImplementation::Eager
-        | AttentionImplementation::EagerV2
-        | AttentionImplementation::Sdpa => Ok(()),
-        AttentionImplementation::FlashAttention2 | AttentionImplementation::FlashAttention3 => {
-            Err(format!("this version has no kernel for {device:?}"))
-        }
-    }
-}
+pub(crate) use kernel::support as kernel_support;

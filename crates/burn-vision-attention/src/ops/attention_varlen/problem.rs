@@ -1,10 +1,11 @@
 //! What is asked, checked once before anything runs.
 
-use burn::tensor::{DType, Device, Tensor};
+use burn::tensor::{DType, Tensor};
 use thiserror::Error;
 
 use super::AttentionOptions;
 use crate::Segments;
+use crate::report::device_name;
 
 /// Why tensors, segments and options do not describe an attention.
 #[derive(Clone, Debug, PartialEq, Error)]
@@ -194,8 +195,7 @@ fn expect_alike<const D: usize, const E: usize>(
     }
     let (expected, found) = (other.device(), tensor.device());
     if expected != found {
-        let name = |device: Device| format!("{device:?}");
-        let (expected, found) = (name(expected), name(found));
+        let (expected, found) = (device_name(&expected), device_name(&found));
         return Err(AttentionError::Device { argument, of, expected, found });
     }
     Ok(())

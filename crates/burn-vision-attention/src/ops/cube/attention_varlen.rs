@@ -56,9 +56,9 @@ pub(super) fn run(
         lse: lse.clone().binding(),
     };
     let launch = || -> Result<(), LaunchError> {
-        let tile_q = kernel::supports(client.properties(), &problem)?.tile_q();
-        let work = work_list(&client, &device, segments_q, segments_k, tile_q);
-        kernel::launch(&client, &problem, &work.list, tensors)
+        let blueprint = kernel::supports(client.properties(), &problem)?;
+        let work = work_list(&client, &device, segments_q, segments_k, blueprint.tile_q());
+        kernel::launch(&client, &problem, &blueprint, &work.list, tensors)
     };
     launch().unwrap_or_else(|error| panic!("attention_varlen: {error}"));
     (out, lse)

@@ -17,6 +17,7 @@ pub(super) use rope_qk_norm::supports as supports_rope_qk_norm;
 use super::attention_varlen::AttentionOptions;
 use super::backend::{Norm, PackedAttentionBackend, Rotation};
 use crate::Segments;
+use crate::report::device_name;
 
 impl PackedAttentionBackend for CubeBackend {
     fn packed_attention(
@@ -47,6 +48,20 @@ fn cube_device(device: &Device) -> Result<&CubeDevice, String> {
         #[allow(unreachable_patterns)] // where CubeCL is the only backend
         _ => Err(format!("{} is not a CubeCL device", device_name(device))),
     }
+}
+
+/// What keeps `flash_attention_3` from running on a device.
+pub(super) fn missing_for_flash_attention_3(device: &Device) -> String {
+    let features = match cube_device(device) {
+        Ok(device) => device.client().properties().features.clone(),
+        Err(reason) => return reason,
+    };
+    let missing = match () {
+        _ if !features.copy_async => "asynchronous copies",
+        _ if features.matmul.mma.is_empty() => "matrix units",
+        _ => return "this version has no kernel of its own for it".to_owned(),
+    };
+    format!("{} reports no {missing}", device_name(device))
 }
 
 /// The layout of a rank-3 tensor as it lies in memory.

@@ -1,0 +1,82 @@
+//! The way to a device's kernel, where it has one.
+
+use burn::tensor::{Device, Tensor};
+
+use super::problem::Attention;
+use crate::implementation::{AttentionImplementation, KernelRequirements};
+use crate::report::device_name;
+
+/// Whether an implementation can run on a device, and if not, which property is missing.
+pub(crate) fn support(
+    implementation: AttentionImplementation,
+    device: &Device,
+    requirements: &KernelRequirements,
+) -> Result<(), String> {
+    match implementation {
+        AttentionImplementation::Eager
+        | AttentionImplementation::EagerV2
+        | AttentionImplementation::Sdpa => Ok(()),
+        AttentionImplementation::FlashAttention2 => flash_attention_2(device, requirements),
+        AttentionImplementation::FlashAttention3 => flash_attention_3(device),
+    }
+}
+
+#[cfg(feature = "cube")]
+fn flash_attention_2(device: &Device, requirements: &KernelRequirements) -> Result<(), String> {
+    let KernelRequirements { dtype, head_dim, value_dim } = *requirements;
+    let shapes = [[1, 1, head_dim], [1, 1, head_dim], [1, 1, value_dim]];
+    without_gradients(device)?;
+    crate::ops::cube::supports_attention(device, dtype, shapes, &Default::default())
+}
+
+#[cfg(not(feature = "cube"))]
+fn flash_attention_2(device: &Device, _: &KernelRequirements) -> Result<(), String> {
+    Err(no_kernel(device))
+}
+
+#[cfg(feature = "cube")]
+fn flash_attention_3(device: &Device) -> Result<(), String> {
+    Err(crate::ops::cube::missing_for_flash_attention_3(device))
+}
+
+#[cfg(not(feature = "cube"))]
+fn flash_attention_3(device: &Device) -> Result<(), String> {
+    Err(no_kernel(device))
+}
+
+/// Output and lse by the kernel, or why it cannot run.
+#[cfg(feature = "cube")]
+pub(super) fn kernel(attention: &Attention<'_>) -> Result<(Tensor<3>, Tensor<2>), String> {
+    use crate::ops::backend::PackedAttentionBackend;
+    use burn::backend::Dispatch;
+
+    let Attention { q, k, v, segments_q, segments_k, options, .. } = attention;
+    let device = q.device();
+    without_gradients(&device)?;
+    crate::ops::cube::supports_attention(&device, q.dtype(), [q.dims(), k.dims(), v.dims()], options)?;
+    if attention.sizes.tokens == 0 {
+        return Ok(attention.unseeing(0));
+    }
+    let [q, k, v] = [q, k, v].map(|tensor| tensor.clone().into_dispatch());
+    let (segments_q, segments_k) = ((*segments_q).clone(), (*segments_k).clone());
+    let (out, lse) = Dispatch::packed_attention(q, k, v, segments_q, segments_k, **options);
+    Ok((Tensor::from_dispatch(out), Tensor::from_dispatch(lse)))
+}
+
+#[cfg(not(feature = "cube"))]
+pub(super) fn kernel(attention: &Attention<'_>) -> Result<(Tensor<3>, Tensor<2>), String> {
+    Err(no_kernel(&attention.q.device()))
+}
+
+#[cfg(feature = "cube")]
+fn without_gradients(device: &Device) -> Result<(), String> {
+    if device.is_autodiff() {
+        return Err("the kernel has no backward pass yet, and the device records gradients".to_owned());
+    }
+    Ok(())
+}
+
+#[cfg_attr(feature = "cube", allow(dead_code))]
+fn no_kernel(device: &Device) -> String {
+    format!("{} has no kernel in this build", device_name(device))
+}
