@@ -59,7 +59,8 @@ impl Problem {
     fn run(&self, device: &Device, implementation: AttentionImplementation) -> Heads {
         let [q, k, v] = self.tensors(device, DType::F32);
         let (segments_q, segments_k) = (&self.segments_q, &self.segments_k);
-        let out = attention_varlen_by(implementation, q, k, v, segments_q, segments_k, &self.options);
+        let out =
+            attention_varlen_by(implementation, q, k, v, segments_q, segments_k, &self.options);
         Heads::from_tensor(out)
     }
 
@@ -72,7 +73,8 @@ impl Problem {
     fn reordered(&self, order: &[usize]) -> Self {
         let pick = |heads: &Heads, segments: &Segments| {
             let ranges: Vec<_> = segments.ranges().collect();
-            let parts: Vec<_> = order.iter().map(|&index| heads.tokens(ranges[index].clone())).collect();
+            let parts: Vec<_> =
+                order.iter().map(|&index| heads.tokens(ranges[index].clone())).collect();
             let lengths = order.iter().map(|&index| ranges[index].len());
             (Heads::concat(&parts), Segments::from_lengths(lengths).expect("fits"))
         };
@@ -94,7 +96,9 @@ fn implementations(device: &NamedDevice) -> Vec<AttentionImplementation> {
     let runs = |implementation: &AttentionImplementation| {
         let fallback = AttentionImplementation::Eager;
         let device = &device.device;
-        resolve_attn_implementation(*implementation, device, &requirements, fallback).fallbacks.is_empty()
+        resolve_attn_implementation(*implementation, device, &requirements, fallback)
+            .fallbacks
+            .is_empty()
     };
     let implementations: Vec<_> = candidates.into_iter().filter(runs).collect();
     assert!(!implementations.is_empty(), "nothing runs on {device}");
@@ -111,7 +115,7 @@ fn close(ours: &[f64], expected: &[f64], tolerance: f64) -> Result<(), TestCaseE
 }
 
 fn options() -> impl Strategy<Value = AttentionOptions> {
-    let distance = || proptest::option::of(0usize..6);
+    let distance = || proptest::option::of(prop_oneof![6 => 0usize..6, 1 => Just(usize::MAX)]);
     let positive = || proptest::option::of(0.1f64..4.0);
     (any::<bool>(), distance(), distance(), positive(), positive()).prop_map(
         |(is_causal, left, right, softmax_scale, softcap)| AttentionOptions {
@@ -127,9 +131,11 @@ fn problems() -> impl Strategy<Value = Problem> {
     let lengths = vec((0usize..9, 0usize..9), 1..5);
     let heads = prop_oneof![Just((1, 1)), Just((2, 2)), Just((4, 2)), Just((3, 1))];
     let dims = prop_oneof![Just((16, 16)), Just((24, 16)), Just((16, 40))];
-    (any::<u32>(), lengths, heads, dims, options()).prop_map(|(seed, lengths, heads, dims, options)| {
-        Problem::new(u64::from(seed), &lengths, heads, dims, options)
-    })
+    (any::<u32>(), lengths, heads, dims, options()).prop_map(
+        |(seed, lengths, heads, dims, options)| {
+            Problem::new(u64::from(seed), &lengths, heads, dims, options)
+        },
+    )
 }
 
 /// Segments of equal lengths on both sides, as in self-attention.

@@ -61,7 +61,8 @@ impl Fixture {
         let path = path.into();
         let bytes = read(&path)?;
         let malformed = |reason: String| FixtureError::Malformed { path: path.clone(), reason };
-        let file = SafeTensors::deserialize(&bytes).map_err(|error| malformed(error.to_string()))?;
+        let file =
+            SafeTensors::deserialize(&bytes).map_err(|error| malformed(error.to_string()))?;
         let mut tensors = BTreeMap::new();
         for (name, view) in file.tensors() {
             let dtype = match view.dtype() {
@@ -73,7 +74,8 @@ impl Fixture {
                 Dtype::I32 => DType::I32,
                 other => return Err(malformed(format!("tensor `{name}` has dtype {other:?}"))),
             };
-            let data = TensorData::from_bytes_vec(view.data().to_vec(), view.shape().to_vec(), dtype);
+            let data =
+                TensorData::from_bytes_vec(view.data().to_vec(), view.shape().to_vec(), dtype);
             tensors.insert(name.to_owned(), data);
         }
         Ok(Self { path, tensors })
@@ -104,7 +106,11 @@ impl Fixture {
     /// # Errors
     ///
     /// When there is none of that name, or its rank is not `D`.
-    pub fn tensor<const D: usize>(&self, name: &str, device: &Device) -> Result<Tensor<D>, FixtureError> {
+    pub fn tensor<const D: usize>(
+        &self,
+        name: &str,
+        device: &Device,
+    ) -> Result<Tensor<D>, FixtureError> {
         let data = self.data(name)?;
         if data.shape().len() != D {
             let reason = format!("tensor `{name}` has rank {}, expected {D}", data.shape().len());
@@ -138,8 +144,10 @@ impl Fixture {
 ///
 /// When it cannot be read or does not hold a `T`.
 pub fn json<T: DeserializeOwned>(path: &Path) -> Result<T, FixtureError> {
-    serde_json::from_slice(&read(path)?)
-        .map_err(|error| FixtureError::Malformed { path: path.to_owned(), reason: error.to_string() })
+    serde_json::from_slice(&read(path)?).map_err(|error| FixtureError::Malformed {
+        path: path.to_owned(),
+        reason: error.to_string(),
+    })
 }
 
 fn read(path: &Path) -> Result<Vec<u8>, FixtureError> {

@@ -87,7 +87,8 @@ pub fn attention_varlen(
             for head in 0..q.heads {
                 let kv_head = head / (q.heads / k.heads);
                 let score = |key: usize| {
-                    let dot = q.row(token, head).iter().zip(k.row(key, kv_head)).map(|(a, b)| a * b);
+                    let dot =
+                        q.row(token, head).iter().zip(k.row(key, kv_head)).map(|(a, b)| a * b);
                     let score = scale * dot.sum::<f64>();
                     options.softcap.map_or(score, |cap| cap * (score / cap).tanh())
                 };
@@ -99,9 +100,12 @@ pub fn attention_varlen(
                 let max = scores.iter().fold(f64::NEG_INFINITY, |max, score| max.max(score.1));
                 let sum: f64 = scores.iter().map(|score| (score.1 - max).exp()).sum();
                 lse.push(if scores.is_empty() { f64::NEG_INFINITY } else { max + sum.ln() });
-                let weights = || scores.iter().map(|&(key, score)| (key, (score - max).exp() / sum));
+                let weights =
+                    || scores.iter().map(|&(key, score)| (key, (score - max).exp() / sum));
                 out.values.extend((0..v.dim).map(|channel| {
-                    weights().map(|(key, weight)| weight * v.row(key, kv_head)[channel]).sum::<f64>()
+                    weights()
+                        .map(|(key, weight)| weight * v.row(key, kv_head)[channel])
+                        .sum::<f64>()
                 }));
             }
         }
@@ -111,7 +115,7 @@ pub fn attention_varlen(
 
 /// Whether a key at this distance from a query's own place is seen.
 fn sees(options: &AttentionOptions, distance: i64) -> bool {
-    let limit = |window: Option<usize>| window.map_or(i64::MAX, |limit| limit as i64);
+    let limit = |window: Option<usize>| window.map_or(i64::MAX, |limit| limit.min(1 << 40) as i64);
     let right = if options.is_causal { 0 } else { limit(options.window.right) };
     distance <= right && distance >= -limit(options.window.left)
 }

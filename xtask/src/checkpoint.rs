@@ -44,13 +44,17 @@ impl Checkpoint {
         config.embed_dim = self.dim;
         config.num_attention_heads = self.heads;
         config.intermediate_size = self.intermediate;
-        config.adapter_in_dim = self.dim;
+        config.hidden_size = self.out;
         config.adapter_out_dim = self.out;
         let tower = DotsVisionEncoder::new(&config, &device)?;
         tower.save_pretrained(&self.directory)?;
         // Every setting has its default, which is that of dots.ocr.
         std::fs::write(self.directory.join("preprocessor_config.json"), "{}\n")?;
-        println!("{}: {} parameters", self.directory.display(), burn::module::Module::num_params(&tower));
+        println!(
+            "{}: {} parameters",
+            self.directory.display(),
+            burn::module::Module::num_params(&tower)
+        );
         Ok(ExitCode::SUCCESS)
     }
 }

@@ -32,11 +32,8 @@ impl Parity {
     pub fn run(self) -> Result<ExitCode, Box<dyn Error>> {
         let devices = self.devices.iter().map(|name| devices::device(name));
         let devices = devices.collect::<Result<Vec<NamedDevice>, _>>()?;
-        let request = Request {
-            devices,
-            implementations: self.implementations,
-            gradients: self.gradients,
-        };
+        let request =
+            Request { devices, implementations: self.implementations, gradients: self.gradients };
         let (mut passed, mut failed, mut skipped) = (0, 0, 0);
         run(&self.fixtures, &request, &mut |outcome: Outcome| {
             println!("{outcome}");

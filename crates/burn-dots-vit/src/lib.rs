@@ -25,3 +25,8 @@ pub use checkpoint::{CheckpointError, CheckpointOptions, LoadReport};
 pub use config::{ConfigError, DotsVitConfig};
 pub use encoder::{DotsVisionEncoder, EncoderError, TowerStage};
 pub use grid::{GridError, GridThw};
+
+/// Compiles the examples of the README.
+#[cfg(doctest)]
+#[doc = include_str!("../../../README.md")]
+struct Readme;

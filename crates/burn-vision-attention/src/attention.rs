@@ -223,7 +223,11 @@ impl VisionAttention {
         if let Some(rope) = rope {
             self.check_rope(rope, tokens)?;
         }
-        if tokens == 0 && segments.total() == 0 {
+        if segments.total() != tokens {
+            let expected = format!("{} tokens as in segments", segments.total());
+            return Err(AttentionError::Shape { argument: "x", expected, found: tokens });
+        }
+        if tokens == 0 {
             return Ok(x);
         }
         let resolution = self.resolution(&x.device(), x.dtype());
@@ -247,7 +251,11 @@ impl VisionAttention {
         Some(QkNorm { q_weight: q.weight.val(), k_weight: k.weight.val(), epsilon: q.epsilon })
     }
 
-    fn check_rope(&self, rope: &RotaryPositionEmbedding, tokens: usize) -> Result<(), AttentionError> {
+    fn check_rope(
+        &self,
+        rope: &RotaryPositionEmbedding,
+        tokens: usize,
+    ) -> Result<(), AttentionError> {
         for (what, expected, found) in [
             ("tokens", tokens, rope.tokens()),
             ("dimensions a head", self.head_dim(), rope.head_dim()),
@@ -381,7 +389,10 @@ mod tests {
         assert_eq!((attention.dim(), attention.num_heads(), attention.head_dim()), (32, 2, 16));
         assert!(attention.qkv.bias.is_none() && attention.proj.bias.is_none());
         let error = build("flash").unwrap_err().to_string();
-        assert!(error.contains("eager, eager_v2, sdpa, flash_attention_2 or flash_attention_3"), "{error}");
+        assert!(
+            error.contains("eager, eager_v2, sdpa, flash_attention_2 or flash_attention_3"),
+            "{error}"
+        );
     }
 
     #[rstest]
@@ -395,9 +406,11 @@ mod tests {
     ) {
         let device = Device::flex();
         let attention = VisionAttentionConfig::new(32, 2).init(&device);
-        let rope = VisionRotaryEmbedding::new(head_dim / 2).prepare(&vec![[0, 0]; positions], &device);
+        let rope =
+            VisionRotaryEmbedding::new(head_dim / 2).prepare(&vec![[0, 0]; positions], &device);
         let segments = Segments::from_lengths([tokens]).unwrap();
-        let error = attention.try_forward(hidden_states(tokens, 32), &segments, Some(&rope)).unwrap_err();
+        let error =
+            attention.try_forward(hidden_states(tokens, 32), &segments, Some(&rope)).unwrap_err();
         assert!(error.to_string().contains(message), "{error}");
     }
 
@@ -406,7 +419,7 @@ mod tests {
         let attention = VisionAttentionConfig::new(32, 2).init(&Device::flex());
         let segments = Segments::from_lengths([3, 4]).unwrap();
         let error = attention.try_forward(hidden_states(8, 32), &segments, None).unwrap_err();
-        assert_eq!(error.to_string(), "q: tokens: expected 7 tokens as in segments_q, got 8");
+        assert_eq!(error.to_string(), "x: expected 7 tokens as in segments, got 8");
     }
 
     #[test]

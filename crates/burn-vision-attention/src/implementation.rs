@@ -24,7 +24,8 @@ pub enum AttentionImplementation {
     /// One kernel over all segments with O(tokens) memory.
     #[serde(rename = "flash_attention_2")]
     FlashAttention2,
-    /// The kernel for devices with asynchronous copies and matrix units.
+    /// The kernel for devices with asynchronous copies and matrix units; there is none yet, so that it
+    /// falls back to `flash_attention_2` everywhere.
     #[serde(rename = "flash_attention_3")]
     FlashAttention3,
 }
@@ -141,11 +142,16 @@ pub fn resolve_attn_implementation(
     let mut implementation = requested;
     let mut fallbacks = Vec::new();
     while let Err(reason) = kernel_support(implementation, device, requirements) {
-        let next = match implementation {
-            AttentionImplementation::FlashAttention3 => AttentionImplementation::FlashAttention2,
+        let (next, reason) = match implementation {
+            AttentionImplementation::FlashAttention3 => {
+                (AttentionImplementation::FlashAttention2, reason)
+            }
             // A fallback that is itself a kernel which cannot run would go round in circles.
-            _ if is_kernel(eager_fallback) => AttentionImplementation::Eager,
-            _ => eager_fallback,
+            _ if is_kernel(eager_fallback) => (
+                AttentionImplementation::Eager,
+                format!("{reason}; and eager_fallback = {eager_fallback} is a kernel, too"),
+            ),
+            _ => (eager_fallback, reason),
         };
         warn_once(format!("attention: {implementation} cannot run, using {next}: {reason}"));
         fallbacks.push(Fallback { from: implementation, to: next, reason });
@@ -182,8 +188,8 @@ pub fn prepare_seqlens_for_attention(
 mod tests {
     #![allow(clippy::unwrap_used)]
     use super::*;
-    use rstest::rstest;
     use AttentionImplementation::*;
+    use rstest::rstest;
 
     const REQUIREMENTS: KernelRequirements =
         KernelRequirements { dtype: DType::F32, head_dim: 64, value_dim: 64 };
@@ -194,7 +200,10 @@ mod tests {
             let name = implementation.to_string();
             assert_eq!(name.parse(), Ok(implementation));
             assert_eq!(serde_json::to_value(implementation).unwrap(), name);
-            assert_eq!(serde_json::from_value::<AttentionImplementation>(name.into()).unwrap(), implementation);
+            assert_eq!(
+                serde_json::from_value::<AttentionImplementation>(name.into()).unwrap(),
+                implementation
+            );
         }
     }
 
@@ -232,7 +241,8 @@ mod tests {
     fn only_eager_v2_takes_lengths() {
         let segments = Segments::from_lengths([3, 0, 4]).unwrap();
         for requested in [Eager, EagerV2, Sdpa] {
-            let resolution = resolve_attn_implementation(requested, &Device::flex(), &REQUIREMENTS, Eager);
+            let resolution =
+                resolve_attn_implementation(requested, &Device::flex(), &REQUIREMENTS, Eager);
             let expected = (requested == EagerV2).then(|| vec![3, 0, 4]);
             assert_eq!(prepare_seqlens_for_attention(&resolution, &segments), expected);
             assert_eq!(attn_uses_seqlens(requested), requested == EagerV2);

@@ -18,8 +18,12 @@
 //! | `eager` | one masked score matrix over all tokens | O(tokens^2), for comparison only |
 //! | `eager_v2` | per segment in tensor operations | scores under 256 MiB |
 //! | `sdpa` | per segment through Burn's own `attention` | scores under 256 MiB |
-//! | `flash_attention_2` | one kernel over all segments | O(tokens) |
-//! | `flash_attention_3` | the kernel for asynchronous copies and matrix units | O(tokens) |
+//! | `flash_attention_2` | one kernel over all segments (CubeCL devices, without gradients) | O(tokens) |
+//! | `flash_attention_3` | no kernel yet, falls back to `flash_attention_2` | |
+//!
+//! The bound of 256 MiB is for segments of up to 67 million keys (over all query heads that share a key
+//! head). With gradients the composed implementations keep every chunk's scores for the backward pass,
+//! which is O(length^2) a segment.
 //!
 //! A request is resolved on the device at each call: `flash_attention_3` falls back to
 //! `flash_attention_2`, and that to the configured `eager_fallback`. Each [`Fallback`] is logged once
@@ -28,9 +32,6 @@
 //! # Rounding
 //!
 //! Norms, rotation, softmax and sums run in f32 whatever the dtype, and results are cast back once.
-
-// Burn deprecates its ndarray backend; this crate supports it as long as Burn does.
-#![cfg_attr(feature = "ndarray", allow(deprecated))]
 
 mod attention;
 mod implementation;
@@ -55,7 +56,7 @@ pub use ops::attention_varlen::{
 };
 pub use ops::rope_qk_norm::{QkNorm, rope_qk_norm};
 pub use rope::{
-    PositionOrder, RopeError, RotaryPositionEmbedding, VisionRotaryEmbedding,
+    PositionOrder, RopeError, RopeHeadDimError, RotaryPositionEmbedding, VisionRotaryEmbedding,
     apply_rotary_pos_emb_vision, rotate_half, vision_positions,
 };
 pub use segments::{Segments, SegmentsError};

@@ -23,10 +23,7 @@ impl VisionRmsNormConfig {
     /// When `epsilon` is not positive.
     pub fn init(&self, device: &Device) -> VisionRmsNorm {
         assert!(self.epsilon > 0.0, "epsilon: expected a positive number, got {}", self.epsilon);
-        VisionRmsNorm {
-            weight: Initializer::Ones.init([self.dim], device),
-            epsilon: self.epsilon,
-        }
+        VisionRmsNorm { weight: Initializer::Ones.init([self.dim], device), epsilon: self.epsilon }
     }
 }
 
@@ -86,9 +83,7 @@ pub(crate) fn to_compute_dtype<const D: usize>(x: Tensor<D>) -> Tensor<D> {
 
 impl ModuleDisplay for VisionRmsNorm {
     fn custom_settings(&self) -> Option<DisplaySettings> {
-        DisplaySettings::new()
-            .with_new_line_after_attribute(false)
-            .optional()
+        DisplaySettings::new().with_new_line_after_attribute(false).optional()
     }
 
     fn custom_content(&self, content: Content) -> Option<Content> {
@@ -120,7 +115,8 @@ mod tests {
         let x = Tensor::<1>::from_data([1.0, 2.0, 300.0], &device).cast(DType::BF16);
         let y = norm.forward(x);
         assert_eq!(y.dtype(), DType::BF16);
-        let expected = TensorData::from([0.005_773_3_f32, 0.011_546_6, 1.731_99]).convert_dtype(DType::BF16);
+        let expected =
+            TensorData::from([0.005_773_3_f32, 0.011_546_6, 1.731_99]).convert_dtype(DType::BF16);
         y.into_data().assert_eq(&expected, true);
     }
 

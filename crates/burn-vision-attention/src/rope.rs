@@ -38,12 +38,27 @@ pub enum RopeError {
     ZeroMerge,
 }
 
+/// A head dimension that two axes of pairs do not fill.
+#[derive(Clone, Debug, PartialEq, Eq, Error)]
+#[error(
+    "head_dim = {head_dim} with 2D RoPE: expected a positive multiple of 4, since rows and columns each \
+     turn half of its pairs"
+)]
+pub struct RopeHeadDimError {
+    /// The dimensions of one head.
+    pub head_dim: usize,
+}
+
 /// The `(row, column)` of each patch of one frame of `h x w` patches, in token order.
 ///
 /// # Errors
 ///
 /// When the order is grouped and its merge size does not divide `h` and `w`, or is 0.
-pub fn vision_positions(h: usize, w: usize, order: PositionOrder) -> Result<Vec<[u32; 2]>, RopeError> {
+pub fn vision_positions(
+    h: usize,
+    w: usize,
+    order: PositionOrder,
+) -> Result<Vec<[u32; 2]>, RopeError> {
     let merge = match order {
         PositionOrder::RowMajor => 1,
         PositionOrder::MergeGrouped(merge) => merge,
@@ -81,7 +96,7 @@ pub fn vision_positions(h: usize, w: usize, order: PositionOrder) -> Result<Vec<
 #[derive(Clone, Debug)]
 pub struct VisionRotaryEmbedding {
     inv_freq: Vec<f32>,
-    /// Angles, cosines and sines of positions `0..n`, grown on demand; absent without cache.
+    /// Cosines and sines of positions `0..n`, grown on demand; absent without cache.
     cache: Option<Arc<RwLock<Tables>>>,
 }
 
@@ -99,6 +114,18 @@ impl VisionRotaryEmbedding {
     /// When `dim` is 0 or odd: the two axes share it.
     pub fn new(dim: usize) -> Self {
         Self::with_theta(dim, 10_000.0)
+    }
+
+    /// As [`VisionRotaryEmbedding::new`], for heads of `head_dim` dimensions that a configuration sets.
+    ///
+    /// # Errors
+    ///
+    /// When `head_dim` is not a positive multiple of 4.
+    pub fn for_head_dim(head_dim: usize) -> Result<Self, RopeHeadDimError> {
+        if head_dim == 0 || !head_dim.is_multiple_of(4) {
+            return Err(RopeHeadDimError { head_dim });
+        }
+        Ok(Self::new(head_dim / 2))
     }
 
     /// As [`VisionRotaryEmbedding::new`], keeping the table of cosines and sines between calls.
@@ -121,9 +148,8 @@ impl VisionRotaryEmbedding {
             dim > 0 && dim.is_multiple_of(2),
             "dim: expected head_dim / 2, a positive even number, got {dim}"
         );
-        let inv_freq = (0..dim / 2)
-            .map(|k| 1.0 / theta.powf(2.0 * k as f32 / dim as f32))
-            .collect();
+        let inv_freq =
+            (0..dim / 2).map(|k| 1.0 / theta.powf(2.0 * k as f32 / dim as f32)).collect();
         Self { inv_freq, cache: None }
     }
 
@@ -153,7 +179,8 @@ impl VisionRotaryEmbedding {
 
     /// The angles of patches at the given `(row, column)` positions: `[positions, dim]`, f32, radians.
     pub fn angles(&self, positions: &[[u32; 2]], device: &Device) -> Tensor<2> {
-        let angles = positions.iter().flatten().flat_map(|&position| self.axis_angles(position)).collect();
+        let angles =
+            positions.iter().flatten().flat_map(|&position| self.axis_angles(position)).collect();
         matrix(angles, positions.len(), self.dim(), device)
     }
 
@@ -285,6 +312,8 @@ pub fn apply_rotary_pos_emb_vision(
     let rope = rotary_pos_emb.into();
     let (dtype, half) = (x.dtype(), rope.head_dim() / 2);
     assert_shape!(x, [rope.tokens(), _, rope.head_dim()]);
+    let sin = &rope.sin;
+    assert_shape!(sin, [rope.tokens(), half]);
     let x = to_compute_dtype(x);
     let compute = x.dtype();
     let cos = rope.cos.cast(compute).unsqueeze_dim::<3>(1);
@@ -331,7 +360,20 @@ mod tests {
         let error = vision_positions(h, w, PositionOrder::MergeGrouped(2)).unwrap_err();
         assert_eq!(error, RopeError::GridNotDivisible { h, w, merge: 2 });
         assert!(vision_positions(h, w, PositionOrder::RowMajor).is_ok());
-        assert_eq!(vision_positions(4, 4, PositionOrder::MergeGrouped(0)), Err(RopeError::ZeroMerge));
+        assert_eq!(
+            vision_positions(4, 4, PositionOrder::MergeGrouped(0)),
+            Err(RopeError::ZeroMerge)
+        );
+    }
+
+    #[rstest]
+    #[case(0)]
+    #[case(6)]
+    #[case(33)]
+    fn heads_that_are_no_multiple_of_4_are_an_error(#[case] head_dim: usize) {
+        let error = VisionRotaryEmbedding::for_head_dim(head_dim).unwrap_err();
+        assert_eq!(error, RopeHeadDimError { head_dim });
+        assert_eq!(VisionRotaryEmbedding::for_head_dim(72).unwrap().dim(), 36);
     }
 
     #[test]
@@ -351,7 +393,8 @@ mod tests {
         let device = Device::flex();
         let (plain, cached) = (VisionRotaryEmbedding::new(16), VisionRotaryEmbedding::cached(16));
         for positions in [vec![[0, 3]], vec![[57, 2], [1, 1]], vec![[5, 5]]] {
-            let (plain, cached) = (plain.prepare(&positions, &device), cached.prepare(&positions, &device));
+            let (plain, cached) =
+                (plain.prepare(&positions, &device), cached.prepare(&positions, &device));
             plain.cos.into_data().assert_eq(&cached.cos.into_data(), true);
             plain.sin.into_data().assert_eq(&cached.sin.into_data(), true);
         }
@@ -363,11 +406,14 @@ mod tests {
     fn rotation_equals_its_definition() {
         let device = Device::flex();
         let x = Tensor::<3>::random([5, 2, 8], burn::tensor::Distribution::Default, &device);
-        let angles = VisionRotaryEmbedding::new(4).angles(&[[0, 0], [3, 1], [1, 9], [30, 2], [4, 4]], &device);
+        let angles = VisionRotaryEmbedding::new(4)
+            .angles(&[[0, 0], [3, 1], [1, 9], [30, 2], [4, 4]], &device);
         let doubled = Tensor::cat(vec![angles.clone(), angles.clone()], 1).unsqueeze_dim::<3>(1);
         let expected = x.clone() * doubled.clone().cos() + rotate_half(x.clone()) * doubled.sin();
         let rotated = apply_rotary_pos_emb_vision(x, angles);
-        rotated.into_data().assert_approx_eq::<f32>(&expected.into_data(), Tolerance::absolute(1e-6));
+        rotated
+            .into_data()
+            .assert_approx_eq::<f32>(&expected.into_data(), Tolerance::absolute(1e-6));
     }
 
     #[test]

@@ -1,9 +1,8 @@
 //! The boundaries of a packed batch.
 
-use std::any::Any;
 use std::fmt;
 use std::ops::Range;
-use std::sync::{Arc, Mutex};
+use std::sync::Arc;
 
 use burn::tensor::{Int, Tensor};
 use thiserror::Error;
@@ -29,8 +28,9 @@ pub struct Segments(Arc<Boundaries>);
 struct Boundaries {
     offsets: Box<[i32]>,
     max_len: usize,
-    /// What kernels derive from the offsets, once for all layers that share these segments.
-    derived: Mutex<Vec<Arc<dyn Any + Send + Sync>>>,
+    /// What kernels derived from the offsets last, for all layers that share these segments.
+    #[cfg(feature = "cube")]
+    derived: std::sync::Mutex<Vec<Arc<dyn std::any::Any + Send + Sync>>>,
 }
 
 impl PartialEq for Segments {
@@ -92,7 +92,10 @@ pub enum SegmentsError {
         total: usize,
     },
     /// An offset does not fit the 32-bit integers that devices use for `cu_seqlens`.
-    #[error("cu_seqlens[{index}] is {value}, over the limit of {} tokens a batch: split the batch", i32::MAX)]
+    #[error(
+        "cu_seqlens[{index}] is {value}, over the limit of {} tokens a batch: split the batch",
+        i32::MAX
+    )]
     TooLong {
         /// Position in the list.
         index: usize,
@@ -115,10 +118,8 @@ impl Segments {
         let mut end = 0u64;
         for length in lengths {
             end = end.saturating_add(length as u64);
-            let offset = i32::try_from(end).map_err(|_| SegmentsError::TooLong {
-                index: offsets.len(),
-                value: end,
-            })?;
+            let offset = i32::try_from(end)
+                .map_err(|_| SegmentsError::TooLong { index: offsets.len(), value: end })?;
             offsets.push(offset);
         }
         Ok(Self::trusted(offsets))
@@ -148,10 +149,8 @@ impl Segments {
             if value < previous {
                 return Err(SegmentsError::Decreases { index, previous, value });
             }
-            let offset = i32::try_from(value).map_err(|_| SegmentsError::TooLong {
-                index,
-                value: value.unsigned_abs(),
-            })?;
+            let offset = i32::try_from(value)
+                .map_err(|_| SegmentsError::TooLong { index, value: value.unsigned_abs() })?;
             offsets.push(offset);
             previous = value;
         }
@@ -177,12 +176,14 @@ impl Segments {
     }
 
     fn trusted(offsets: Vec<i32>) -> Self {
-        let max_len = offsets
-            .windows(2)
-            .map(|pair| (pair[1] - pair[0]) as usize)
-            .max()
-            .unwrap_or(0);
-        Self(Arc::new(Boundaries { offsets: offsets.into(), max_len, derived: Mutex::default() }))
+        let max_len =
+            offsets.windows(2).map(|pair| (pair[1] - pair[0]) as usize).max().unwrap_or(0);
+        Self(Arc::new(Boundaries {
+            offsets: offsets.into(),
+            max_len,
+            #[cfg(feature = "cube")]
+            derived: Default::default(),
+        }))
     }
 
     /// The number of tokens.
@@ -220,8 +221,10 @@ impl Segments {
         &self.0.offsets
     }
 
-    /// The value of type `T` that was derived before and `fits`, or a new one, which is kept.
-    pub(crate) fn derived<T: Any + Send + Sync>(
+    /// The value of type `T` that was derived before and `fits`, or a new one, which is kept until a
+    /// few others have come after it.
+    #[cfg(feature = "cube")]
+    pub(crate) fn derived<T: std::any::Any + Send + Sync>(
         &self,
         fits: impl Fn(&T) -> bool,
         derive: impl FnOnce() -> T,
@@ -231,8 +234,10 @@ impl Segments {
         if let Some(value) = known.into_iter().find(|value| fits(value)) {
             return value;
         }
+        const KEPT: usize = 4;
         let value = Arc::new(derive());
-        derived.push(value.clone());
+        derived.truncate(KEPT - 1);
+        derived.insert(0, value.clone());
         value
     }
 }
@@ -277,7 +282,11 @@ mod tests {
     #[case::negative(&[0, -5, 8], 8, "cu_seqlens[1] is -5")]
     #[case::negative_start(&[-1, 8], 8, "cu_seqlens[0] is -1")]
     #[case::too_long(&[0, 3_000_000_000], 3_000_000_000, "over the limit of 2147483647")]
-    fn bad_offsets_are_refused(#[case] offsets: &[i64], #[case] total: usize, #[case] message: &str) {
+    fn bad_offsets_are_refused(
+        #[case] offsets: &[i64],
+        #[case] total: usize,
+        #[case] message: &str,
+    ) {
         let error = Segments::from_offsets(offsets, total).unwrap_err().to_string();
         assert!(error.contains(message), "{error}");
         assert!(!error.contains('\n'));

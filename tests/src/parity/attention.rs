@@ -123,7 +123,13 @@ impl Layer<'_> {
         let tensors = || (q.clone(), k.clone(), v.clone());
         let (query, key, value) = tensors();
         let context = attention_varlen_by(
-            self.implementation, query, key, value, segments, segments, &options,
+            self.implementation,
+            query,
+            key,
+            value,
+            segments,
+            segments,
+            &options,
         );
         let (query, key, value) = tensors();
         let (_, lse) = attention_varlen_with_lse(query, key, value, segments, segments, &options);
@@ -171,7 +177,8 @@ impl Layer<'_> {
         for (name, norm) in norms {
             if let Some(norm) = norm {
                 let grad = norm.weight.grad(&grads).ok_or("no gradient of a norm")?;
-                checks.push(check(golden, &format!("expected.grad.{name}.weight"), grad, |_| atol)?);
+                checks
+                    .push(check(golden, &format!("expected.grad.{name}.weight"), grad, |_| atol)?);
             }
         }
         Ok(checks)

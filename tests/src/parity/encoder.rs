@@ -65,7 +65,9 @@ impl Tower<'_> {
         checks.push(check(golden, "expected.out", out, relative(atol, rtol))?);
         let expected = golden.names().filter(|name| is_output(name)).count();
         if checks.len() != expected {
-            return Err(format!("{} of {expected} expected tensors were compared", checks.len()).into());
+            return Err(
+                format!("{} of {expected} expected tensors were compared", checks.len()).into()
+            );
         }
         Ok(checks)
     }
@@ -92,7 +94,9 @@ impl Tower<'_> {
 
         let expected = golden.names().filter(|name| name.starts_with("expected.grad.")).count();
         if checks.len() != expected {
-            return Err(format!("{} of {expected} expected gradients were compared", checks.len()).into());
+            return Err(
+                format!("{} of {expected} expected gradients were compared", checks.len()).into()
+            );
         }
         Ok(checks)
     }
@@ -108,7 +112,8 @@ pub(super) fn inputs(
     device: &Device,
 ) -> Result<(Tensor<2>, Vec<GridThw>), CaseError> {
     let grids = golden.integers("grid_thw")?;
-    let grids = grids.chunks(3).map(|thw| GridThw::new(thw[0] as usize, thw[1] as usize, thw[2] as usize));
+    let grids =
+        grids.chunks(3).map(|thw| GridThw::new(thw[0] as usize, thw[1] as usize, thw[2] as usize));
     Ok((golden.tensor::<2>("pixel_values", device)?, grids.collect()))
 }
 
@@ -136,7 +141,13 @@ impl ParameterVisitor for Compare<'_> {
             Some(grad) => stored.data(grad).iter::<f64>().collect(),
             None => vec![0.0; stored.shape.iter().product()],
         };
-        match check_values(self.golden, &name, &stored.shape, &values, relative(self.atol, self.rtol)) {
+        match check_values(
+            self.golden,
+            &name,
+            &stored.shape,
+            &values,
+            relative(self.atol, self.rtol),
+        ) {
             Ok(check) => checks.push(check),
             Err(error) => self.result = Err(error),
         }

@@ -148,7 +148,11 @@ pub fn run(
             }
             if !request.gradients {
                 for case in &manifest.checkpoint {
-                    push("checkpoint", &case.name, checkpoint::run(directory, case, device, implementation));
+                    push(
+                        "checkpoint",
+                        &case.name,
+                        checkpoint::run(directory, case, device, implementation),
+                    );
                 }
             }
         }
@@ -218,7 +222,5 @@ fn max_difference(a: &[f64], b: &[f64]) -> f64 {
 
 /// `atol + rtol * max |expected|`.
 fn relative(atol: f64, rtol: f64) -> impl Fn(&[f64]) -> f64 {
-    move |expected| {
-        atol + rtol * expected.iter().fold(0.0, |max, value| f64::max(max, value.abs()))
-    }
+    move |expected| atol + rtol * expected.iter().fold(0.0, |max, value| f64::max(max, value.abs()))
 }

@@ -8,7 +8,11 @@ use burn_dots_vit::preprocess::{ImageProcessor, PreprocessorConfig};
 use super::{CaseError, Verdict, check_values};
 use crate::fixtures::{Fixture, PreprocessCase};
 
-pub(super) fn run(directory: &Path, case: &PreprocessCase, atol: f64) -> Result<Verdict, CaseError> {
+pub(super) fn run(
+    directory: &Path,
+    case: &PreprocessCase,
+    atol: f64,
+) -> Result<Verdict, CaseError> {
     let golden = Fixture::open(directory.join(&case.file))?;
     let processor = ImageProcessor::new(PreprocessorConfig::default())?;
     let image = processor.process_file(directory.join(&case.image))?;

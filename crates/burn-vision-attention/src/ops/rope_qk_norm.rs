@@ -38,13 +38,31 @@ pub fn rope_qk_norm(
     rope: Option<&RotaryPositionEmbedding>,
     norms: Option<&QkNorm>,
 ) -> (Tensor<3>, Tensor<3>) {
-    let [tokens, _, head_dim] = q.dims();
-    assert_shape!(k, [tokens, _, head_dim]);
+    check(&q, &k, rope, norms);
     #[cfg(feature = "cube")]
     if let Some(results) = kernel(&q, &k, rope, norms) {
         return results;
     }
     composed(q, k, rope, norms)
+}
+
+fn check(
+    q: &Tensor<3>,
+    k: &Tensor<3>,
+    rope: Option<&RotaryPositionEmbedding>,
+    norms: Option<&QkNorm>,
+) {
+    let [tokens, _, head_dim] = q.dims();
+    assert_shape!(k, [tokens, _, head_dim]);
+    if let Some(RotaryPositionEmbedding { cos, sin }) = rope {
+        assert!(head_dim.is_multiple_of(2), "q: expected an even head_dim, got {head_dim}");
+        assert_shape!(cos, [tokens, head_dim / 2]);
+        assert_shape!(sin, [tokens, head_dim / 2]);
+    }
+    if let Some(QkNorm { q_weight, k_weight, .. }) = norms {
+        assert_shape!(q_weight, [head_dim]);
+        assert_shape!(k_weight, [head_dim]);
+    }
 }
 
 /// One pass over q and k by the device's kernel, where it has one.
@@ -59,18 +77,21 @@ fn kernel(
     use burn::backend::Dispatch;
     use burn::tensor::DType;
 
-    let [tokens, _, head_dim] = q.dims();
     let device = q.device();
-    let tables = rope.is_none_or(|rope| rope.cos.dtype() == DType::F32);
-    if device.is_autodiff() || !tables || q.dtype() != k.dtype() || (rope.is_none() && norms.is_none()) {
+    let tables = |rope: &RotaryPositionEmbedding| [rope.cos.dtype(), rope.sin.dtype()];
+    let weights = |norms: &QkNorm| [norms.q_weight.dtype(), norms.k_weight.dtype()];
+    let plain = q.dtype() == k.dtype()
+        && rope.map(tables).is_none_or(|dtypes| dtypes == [DType::F32; 2])
+        && norms.map(weights).is_none_or(|[q, k]| q == k);
+    if device.is_autodiff() || !plain || (rope.is_none() && norms.is_none()) {
         return None;
     }
     let norm_dtype = norms.map(|norms| norms.q_weight.dtype());
     let shapes = [q.dims(), k.dims()];
-    super::cube::supports_rope_qk_norm(&device, q.dtype(), shapes, rope.is_some(), norm_dtype).ok()?;
+    super::cube::supports_rope_qk_norm(&device, q.dtype(), shapes, rope.is_some(), norm_dtype)
+        .ok()?;
     let rotation = match rope {
         Some(RotaryPositionEmbedding { cos, sin }) => {
-            assert_shape!(cos, [tokens, head_dim / 2]);
             let [cos, sin] = [cos, sin].map(|table| table.clone().into_dispatch());
             Rotation::Tables { cos, sin }
         }
@@ -78,8 +99,6 @@ fn kernel(
     };
     let norm = match norms {
         Some(QkNorm { q_weight, k_weight, epsilon }) => {
-            assert_shape!(q_weight, [head_dim]);
-            assert_shape!(k_weight, [head_dim]);
             let [q, k] = [q_weight, k_weight].map(|weight| weight.clone().into_dispatch());
             Norm::Rms { q, k, epsilon: *epsilon }
         }
@@ -144,9 +163,24 @@ mod tests {
     }
 
     #[test]
-    #[should_panic(expected = "assert_shape!(k")]
+    #[should_panic(expected = "assert_shape!(sin")]
+    fn a_sine_table_of_one_token_is_not_spread_over_all() {
+        let device = Device::flex();
+        let cos = Tensor::ones([3, 4], &device);
+        let rope = RotaryPositionEmbedding { cos, sin: Tensor::zeros([1, 4], &device) };
+        let q = Tensor::<3>::ones([3, 1, 8], &device);
+        rope_qk_norm(q.clone(), q, Some(&rope), None);
+    }
+
+    #[test]
+    #[should_panic(expected = "assert_shape!(k,")]
     fn q_and_k_of_other_tokens_panic() {
         let device = Device::flex();
-        rope_qk_norm(Tensor::zeros([3, 1, 8], &device), Tensor::zeros([4, 1, 8], &device), None, None);
+        rope_qk_norm(
+            Tensor::zeros([3, 1, 8], &device),
+            Tensor::zeros([4, 1, 8], &device),
+            None,
+            None,
+        );
     }
 }

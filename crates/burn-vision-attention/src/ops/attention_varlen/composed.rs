@@ -8,11 +8,6 @@ use super::options::Band;
 use super::problem::Attention;
 use crate::norm::to_compute_dtype;
 
-/// Scores held at once, in bytes of one tensor. Between two and four tensors of that size are alive
-/// while a chunk runs (scores, their exponentials, temporaries), which keeps all of them under
-/// 256 MiB.
-pub(super) const SCORE_BYTES: usize = 64 << 20;
-
 /// Which part of a segment runs at once: `kv_heads` key heads with `rows` queries each.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct ChunkSize {
@@ -21,10 +16,17 @@ pub(super) struct ChunkSize {
 }
 
 impl ChunkSize {
-    /// Splits the heads only when that leaves enough rows for an efficient matrix product.
-    pub(super) fn new(kv_heads: usize, group: usize, queries: usize, keys: usize, bytes: usize) -> Self {
+    /// As much as keeps `budget` scores, and at least one row of one key head. Splits the heads only
+    /// when that leaves enough rows for an efficient matrix product.
+    pub(super) fn new(
+        kv_heads: usize,
+        group: usize,
+        queries: usize,
+        keys: usize,
+        budget: usize,
+    ) -> Self {
         const EFFICIENT_ROWS: usize = 128;
-        let budget = SCORE_BYTES / bytes / (group * keys).max(1);
+        let budget = budget / (group * keys).max(1);
         let rows = queries.clamp(1, EFFICIENT_ROWS);
         let kv_heads = (budget / rows).clamp(1, kv_heads);
         Self { kv_heads, rows: (budget / kv_heads).clamp(1, queries.max(1)) }
@@ -71,8 +73,8 @@ fn segment(
     let q = per_head(&attention.q, queries, sizes.kv_heads) * attention.softmax_scale();
     let k = per_head(&attention.k, keys, sizes.kv_heads).swap_dims(2, 3);
     let v = per_head(&attention.v, keys, sizes.kv_heads);
-    let bytes = q.dtype().size();
-    let size = ChunkSize::new(sizes.kv_heads, group, seeing.len(), keys.len(), bytes);
+    let budget = attention.score_bytes / q.dtype().size();
+    let size = ChunkSize::new(sizes.kv_heads, group, seeing.len(), keys.len(), budget);
 
     let (mut outs, mut lses) = (Vec::new(), Vec::new());
     for start in seeing.clone().step_by(size.rows) {
@@ -160,7 +162,12 @@ fn per_head(x: &Tensor<3>, tokens: &Range<usize>, kv_heads: usize) -> Tensor<4> 
 
 #[cfg(test)]
 mod tests {
+    #![allow(clippy::unwrap_used)]
     use super::*;
+    use crate::ops::attention_varlen::problem::SCORE_BYTES;
+    use crate::ops::attention_varlen::sdpa::sdpa;
+    use crate::{AttentionOptions, Segments, Window};
+    use burn::tensor::{Device, Distribution, Tolerance};
     use proptest::prelude::*;
 
     proptest! {
@@ -168,15 +175,45 @@ mod tests {
         fn scores_stay_bounded_and_chunks_are_never_empty(
             kv_heads in 1usize..64, group in 1usize..8, queries in 0usize..200_000, keys in 0usize..2_000_000,
         ) {
-            let size = ChunkSize::new(kv_heads, group, queries, keys, 4);
+            let size = ChunkSize::new(kv_heads, group, queries, keys, SCORE_BYTES / 4);
             prop_assert!(size.rows >= 1 && size.kv_heads >= 1 && size.kv_heads <= kv_heads);
             prop_assert!(size.kv_heads * group * size.rows * keys * 4 <= SCORE_BYTES);
+        }
+
+        #[test]
+        fn chunks_of_any_size_give_the_same(
+            lengths in proptest::collection::vec((0usize..40, 0usize..40), 1..4),
+            is_causal: bool,
+            left in proptest::option::of(0usize..20),
+            right in proptest::option::of(0usize..20),
+            scores in 1usize..600,
+        ) {
+            let device = Device::flex();
+            let [segments_q, segments_k] =
+                [lengths.iter().map(|pair| pair.0).collect(), lengths.iter().map(|pair| pair.1).collect()]
+                    .map(|lengths: Vec<usize>| Segments::from_lengths(lengths).unwrap());
+            let random = |tokens, heads| {
+                Tensor::<3>::random([tokens, heads, 16], Distribution::Default, &device)
+            };
+            let (q, k) = (random(segments_q.total(), 4), random(segments_k.total(), 2));
+            let v = random(segments_k.total(), 2);
+            let options = AttentionOptions { is_causal, window: Window { left, right }, ..Default::default() };
+            let attention = |score_bytes| Attention {
+                score_bytes,
+                ..Attention::new([q.clone(), k.clone(), v.clone()], &segments_q, &segments_k, &options).unwrap()
+            };
+            let (whole, whole_lse) = composed(&attention(SCORE_BYTES));
+            let (chunked, chunked_lse) = composed(&attention(4 * scores));
+            let close = Tolerance::<f32>::absolute(1e-5);
+            chunked.into_data().assert_approx_eq(&whole.clone().into_data(), close);
+            chunked_lse.into_data().assert_approx_eq(&whole_lse.into_data(), close);
+            sdpa(&attention(4 * scores)).into_data().assert_approx_eq(&whole.into_data(), close);
         }
     }
 
     #[test]
     fn a_page_of_57600_patches_runs_some_rows_of_some_heads() {
-        let size = ChunkSize::new(12, 1, 57_600, 57_600, 4);
+        let size = ChunkSize::new(12, 1, 57_600, 57_600, SCORE_BYTES / 4);
         assert_eq!(size, ChunkSize { kv_heads: 2, rows: 145 });
     }
 }

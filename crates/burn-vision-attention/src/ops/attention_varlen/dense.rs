@@ -18,9 +18,15 @@ pub(super) fn dense(attention: &Attention<'_>) -> Tensor<3> {
     let group = sizes.heads / sizes.kv_heads;
     let heads_first = |x: &Tensor<3>| {
         let [tokens, heads, dim] = x.dims();
-        to_compute_dtype(x.clone().swap_dims(0, 1)).reshape([sizes.kv_heads, heads / sizes.kv_heads, tokens, dim])
+        to_compute_dtype(x.clone().swap_dims(0, 1)).reshape([
+            sizes.kv_heads,
+            heads / sizes.kv_heads,
+            tokens,
+            dim,
+        ])
     };
-    let (q, k, v) = (heads_first(&attention.q), heads_first(&attention.k), heads_first(&attention.v));
+    let (q, k, v) =
+        (heads_first(&attention.q), heads_first(&attention.k), heads_first(&attention.v));
 
     let mut scores = (q * attention.softmax_scale()).matmul(k.swap_dims(2, 3));
     if let Some(softcap) = attention.options.softcap {
@@ -62,7 +68,9 @@ fn hidden_pairs(attention: &Attention<'_>) -> Tensor<2, Bool> {
     };
     let owner = |segments: &Segments| {
         let owners = segments.lengths().enumerate();
-        int(owners.flat_map(|(segment, length)| std::iter::repeat_n(segment as i32, length)).collect())
+        int(owners
+            .flat_map(|(segment, length)| std::iter::repeat_n(segment as i32, length))
+            .collect())
     };
     let queries = owner(attention.segments_q).unsqueeze_dim::<2>(1);
     let keys = owner(attention.segments_k).unsqueeze_dim::<2>(0);

@@ -53,7 +53,12 @@ pub(super) fn kernel(attention: &Attention<'_>) -> Result<(Tensor<3>, Tensor<2>)
     let Attention { q, k, v, segments_q, segments_k, options, .. } = attention;
     let device = q.device();
     without_gradients(&device)?;
-    crate::ops::cube::supports_attention(&device, q.dtype(), [q.dims(), k.dims(), v.dims()], options)?;
+    crate::ops::cube::supports_attention(
+        &device,
+        q.dtype(),
+        [q.dims(), k.dims(), v.dims()],
+        options,
+    )?;
     if attention.sizes.tokens == 0 {
         return Ok(attention.unseeing(0));
     }
@@ -71,7 +76,9 @@ pub(super) fn kernel(attention: &Attention<'_>) -> Result<(Tensor<3>, Tensor<2>)
 #[cfg(feature = "cube")]
 fn without_gradients(device: &Device) -> Result<(), String> {
     if device.is_autodiff() {
-        return Err("the kernel has no backward pass yet, and the device records gradients".to_owned());
+        return Err(
+            "the kernel has no backward pass yet, and the device records gradients".to_owned()
+        );
     }
     Ok(())
 }

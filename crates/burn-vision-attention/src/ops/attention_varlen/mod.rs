@@ -10,8 +10,8 @@ mod sdpa;
 use burn::tensor::Tensor;
 
 pub use options::{AttentionOptions, Window};
-pub use problem::AttentionError;
 pub(crate) use problem::Attention;
+pub use problem::AttentionError;
 
 use crate::Segments;
 use crate::implementation::AttentionImplementation;
@@ -20,7 +20,8 @@ use crate::implementation::AttentionImplementation;
 ///
 /// Query segment `i` attends to key segment `i` only; the two may differ in length. Softmax and
 /// accumulation run in f32 (f64 for f64 tensors) and the result is cast back once. A query that
-/// sees no key, as in an empty segment, gives 0. A NaN stays in its segment.
+/// sees no key, as in an empty segment, gives 0. A NaN makes the queries that see it NaN, may reach
+/// others of its segment, and never leaves it.
 ///
 /// It runs the kernel of `flash_attention_2` where the device can, and the tensor operations of
 /// `eager_v2` elsewhere.

@@ -68,9 +68,8 @@ impl Band {
         let shift = self.diagonal(0);
         let clamp = |row: i64| row.clamp(0, self.queries as i64) as usize;
         let start = self.right.map_or(0, |right| clamp(-shift - offset(right)));
-        let end = self
-            .left
-            .map_or(self.queries, |left| clamp(self.keys as i64 + offset(left) - shift));
+        let end =
+            self.left.map_or(self.queries, |left| clamp(self.keys as i64 + offset(left) - shift));
         start..end.max(start)
     }
 
@@ -87,15 +86,14 @@ impl Band {
     /// Whether some of `rows` sees fewer keys than the others do.
     pub(super) fn is_ragged(&self, rows: &Range<usize>) -> bool {
         let keys = self.keys(rows);
-        [rows.start, rows.end - 1]
-            .into_iter()
-            .any(|row| self.keys(&(row..row + 1)) != keys)
+        [rows.start, rows.end - 1].into_iter().any(|row| self.keys(&(row..row + 1)) != keys)
     }
 }
 
-/// Distances are capped where they pass every length, so that `usize::MAX` means no limit.
+/// Distances are capped where they pass every length that fits a device's memory, so that
+/// `usize::MAX` means no limit, and masks can compare them as 32-bit integers.
 fn offset(distance: usize) -> i64 {
-    i64::try_from(distance).unwrap_or(i64::MAX).min(1 << 40)
+    distance.min(1 << 30) as i64
 }
 
 #[cfg(test)]
@@ -103,7 +101,13 @@ mod tests {
     use super::*;
     use proptest::prelude::*;
 
-    fn sees(options: &AttentionOptions, queries: usize, keys: usize, row: usize, key: usize) -> bool {
+    fn sees(
+        options: &AttentionOptions,
+        queries: usize,
+        keys: usize,
+        row: usize,
+        key: usize,
+    ) -> bool {
         let distance = key as i64 - (row as i64 + keys as i64 - queries as i64);
         let right = if options.is_causal { Some(0) } else { options.window.right };
         options.window.left.is_none_or(|left| distance >= -(left as i64))

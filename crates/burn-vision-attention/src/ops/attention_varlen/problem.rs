@@ -32,7 +32,9 @@ pub enum AttentionError {
         kv_heads: usize,
     },
     /// An argument has another dtype than q.
-    #[error("{argument}: expected the dtype of {of}, {expected:?}, got {found:?}; cast one of them")]
+    #[error(
+        "{argument}: expected the dtype of {of}, {expected:?}, got {found:?}; cast one of them"
+    )]
     DType {
         /// The argument.
         argument: &'static str,
@@ -83,6 +85,11 @@ pub enum AttentionError {
     },
 }
 
+/// Scores held at once by the composed implementations, in bytes of one tensor. Between two and four
+/// tensors of that size are alive while a chunk runs (scores, their exponentials, temporaries), which
+/// keeps all of them under 256 MiB.
+pub(crate) const SCORE_BYTES: usize = 64 << 20;
+
 /// The sizes of a checked attention.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Sizes {
@@ -102,6 +109,7 @@ pub(crate) struct Attention<'a> {
     pub(crate) segments_k: &'a Segments,
     pub(crate) options: &'a AttentionOptions,
     pub(crate) sizes: Sizes,
+    pub(crate) score_bytes: usize,
 }
 
 impl<'a> Attention<'a> {
@@ -137,13 +145,11 @@ impl<'a> Attention<'a> {
         }
         options.check()?;
         let sizes = Sizes { tokens, heads, kv_heads, head_dim, value_dim };
-        Ok(Self { q, k, v, segments_q, segments_k, options, sizes })
+        Ok(Self { q, k, v, segments_q, segments_k, options, sizes, score_bytes: SCORE_BYTES })
     }
 
     pub(crate) fn softmax_scale(&self) -> f64 {
-        self.options
-            .softmax_scale
-            .unwrap_or_else(|| 1.0 / (self.sizes.head_dim as f64).sqrt())
+        self.options.softmax_scale.unwrap_or_else(|| 1.0 / (self.sizes.head_dim as f64).sqrt())
     }
 
     /// Zeros and -inf: the output and lse of `tokens` queries that see no key.

@@ -2,13 +2,14 @@
 
 use std::ops::Range;
 
-use burn::tensor::{Bool, Tensor};
 use burn::tensor::module::attention as burn_attention;
 use burn::tensor::ops::AttentionModuleOptions;
+use burn::tensor::{Bool, Tensor};
 
 use super::composed::{ChunkSize, band_mask};
 use super::options::Band;
 use super::problem::Attention;
+use crate::norm::to_compute_dtype;
 
 /// Output `[tokens, heads, value_dim]`.
 ///
@@ -44,13 +45,13 @@ fn segment(
 ) -> Tensor<3> {
     let sizes = attention.sizes;
     let group = sizes.heads / sizes.kv_heads;
+    let dtype = attention.q.dtype();
     let q = batched(&attention.q, queries);
     // Burn's operation wants as many key heads as query heads on most backends.
     let k = batched(&attention.k, keys).repeat_heads(group);
     let v = batched(&attention.v, keys).repeat_heads(group);
-    // Half precision is upcast inside some backends' operation.
-    let bytes = q.dtype().size().max(4);
-    let size = ChunkSize::new(sizes.heads, 1, seeing.len(), keys.len(), bytes);
+    let budget = attention.score_bytes / q.dtype().size();
+    let size = ChunkSize::new(sizes.heads, 1, seeing.len(), keys.len(), budget);
 
     let mut outs = Vec::new();
     for start in seeing.clone().step_by(size.rows) {
@@ -66,7 +67,8 @@ fn segment(
             head_outs.push(chunk(attention, [q, k, v], band, &rows, &columns));
         }
         let out = Tensor::cat(head_outs, 1);
-        outs.push(out.reshape([sizes.heads, rows.len(), sizes.value_dim]).swap_dims(0, 1));
+        let out = out.reshape([sizes.heads, rows.len(), sizes.value_dim]).swap_dims(0, 1);
+        outs.push(out.cast(dtype));
     }
     Tensor::cat(outs, 0)
 }
@@ -84,9 +86,12 @@ fn chunk(
     // The keys end at the last row's diagonal, where Burn aligns its triangle too.
     let is_causal = ragged && band.is_triangle();
     let mask = (ragged && !is_causal).then(|| {
-        band_mask(attention, band, rows, columns)
-            .unsqueeze::<4>()
-            .expand([1, heads, rows.len(), columns.len()])
+        band_mask(attention, band, rows, columns).unsqueeze::<4>().expand([
+            1,
+            heads,
+            rows.len(),
+            columns.len(),
+        ])
     });
     let options = AttentionModuleOptions {
         scale: attention.options.softmax_scale,
@@ -107,9 +112,11 @@ fn hidden_nan(q: &Tensor<4>, k: &Tensor<4>, value_dim: usize) -> Tensor<4, Bool>
     in_q.bool_or(in_k)
 }
 
-/// The tokens of a segment as `[1, heads, tokens, dim]`.
+/// The tokens of a segment as `[1, heads, tokens, dim]`, in the compute dtype: where Burn composes its
+/// operation, it forms scores before they are scaled, which f16 cannot hold.
 fn batched(x: &Tensor<3>, tokens: &Range<usize>) -> Tensor<4> {
-    x.clone().narrow(0, tokens.start, tokens.len()).swap_dims(0, 1).unsqueeze_dim(0)
+    let x = x.clone().narrow(0, tokens.start, tokens.len()).swap_dims(0, 1);
+    to_compute_dtype(x).unsqueeze_dim(0)
 }
 
 trait RepeatHeads {
@@ -123,8 +130,11 @@ impl RepeatHeads for Tensor<4> {
             return self;
         }
         let [batch, heads, tokens, dim] = self.dims();
-        self.unsqueeze_dim::<5>(2)
-            .expand([batch, heads, group, tokens, dim])
-            .reshape([batch, heads * group, tokens, dim])
+        self.unsqueeze_dim::<5>(2).expand([batch, heads, group, tokens, dim]).reshape([
+            batch,
+            heads * group,
+            tokens,
+            dim,
+        ])
     }
 }

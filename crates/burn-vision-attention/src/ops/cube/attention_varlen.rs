@@ -43,9 +43,8 @@ pub(super) fn run(
     let [q, k, v] = tensors.map(untile);
     let problem = problem([layout(&q), layout(&k), layout(&v)], q.dtype, options);
     let (client, device, dtype) = (q.client.clone(), q.device.clone(), q.dtype);
-    let new = |shape, dtype| {
-        empty_device_contiguous_dtype(client.clone(), device.clone(), shape, dtype)
-    };
+    let new =
+        |shape, dtype| empty_device_contiguous_dtype(client.clone(), device.clone(), shape, dtype);
     let out = new(Shape::new(problem.out_shape()), dtype);
     let lse = new(Shape::new(problem.lse_shape()), DType::F32);
     let tensors = AttentionTensors {
@@ -83,8 +82,8 @@ fn problem(
 struct UploadedWork {
     list: DeviceWorkList,
     device: CubeDevice,
-    /// `None` where the keys have the segments of the queries; those own this value.
-    segments_k: Option<Segments>,
+    /// Offsets of the keys; the queries' segments own this value.
+    offsets_k: Box<[i32]>,
 }
 
 /// The work list of these segments: uploaded once for each device, then shared by all layers.
@@ -95,22 +94,22 @@ fn work_list(
     segments_k: &Segments,
     tile_q: usize,
 ) -> Arc<UploadedWork> {
-    let segments_k = (segments_q != segments_k).then(|| segments_k.clone());
     segments_q.derived(
         |work: &UploadedWork| {
-            work.list.tile_q() == tile_q && work.device == *device && work.segments_k == segments_k
+            work.list.tile_q() == tile_q
+                && work.device == *device
+                && *work.offsets_k == *segments_k.offsets()
         },
         || {
             let offsets = |segments: &Segments| -> Vec<usize> {
                 segments.offsets().iter().map(|&offset| offset as usize).collect()
             };
-            let keys = offsets(segments_k.as_ref().unwrap_or(segments_q));
-            let list = WorkList::new(&offsets(segments_q), &keys, tile_q)
+            let list = WorkList::new(&offsets(segments_q), &offsets(segments_k), tile_q)
                 .unwrap_or_else(|error| panic!("attention_varlen: {error}"));
             UploadedWork {
                 list: list.upload(client),
                 device: device.clone(),
-                segments_k: segments_k.clone(),
+                offsets_k: segments_k.offsets().into(),
             }
         },
     )

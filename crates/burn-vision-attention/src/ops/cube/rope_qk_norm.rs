@@ -62,10 +62,10 @@ pub(super) fn run(
     problem.rotary = tables.as_ref().map(|tables| tables.each_ref().map(strides));
     let weights = match norm {
         Norm::Absent => None,
-        Norm::Rms { q, k, epsilon } => {
-            let weight_dtype = element(q.dtype);
+        Norm::Rms { q: q_weight, k: k_weight, epsilon } => {
+            let weight_dtype = element(q_weight.dtype);
             problem.norm = Some(RmsNorm { epsilon: epsilon as f32, weight_dtype });
-            let [q, k] = [q, k].map(|weight| into_contiguous(weight).binding());
+            let [q, k] = [q_weight, k_weight].map(|weight| into_contiguous(weight).binding());
             Some(NormWeights { q, k })
         }
     };
