@@ -96,12 +96,20 @@ impl DotsVisionEncoder {
 
     /// Writes `config.json` and `model.safetensors` into the folder `dir`, which is made if need
     /// be, with the key names and layout of the tower's release and the dtype of its parameters.
-    /// Existing files of these names are replaced.
+    /// Files of these names are replaced once both are written whole, so that a failure to write
+    /// leaves the folder's files as they were and nothing beside them.
     ///
     /// # Errors
     ///
-    /// [`CheckpointError::Write`] where a file cannot be written or a parameter is of a dtype that
-    /// releases do not have.
+    /// [`CheckpointError::Config`] for a config that could not be loaded again, and
+    /// [`CheckpointError::Write`] where
+    ///
+    /// - a file cannot be written;
+    /// - a parameter is of a dtype that releases do not have;
+    /// - `dir` holds a `model.safetensors.index.json`, whose shards would be loaded instead;
+    /// - the `model.safetensors` in `dir` is not a tower's alone, such as a whole model's.
+    ///
+    /// [`CheckpointError::Read`] where a `model.safetensors` is there and cannot be looked at.
     pub fn save_pretrained(&self, dir: impl AsRef<Path>) -> Result<(), CheckpointError> {
         save::save(self, dir.as_ref())
     }

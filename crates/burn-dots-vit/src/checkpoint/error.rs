@@ -49,8 +49,9 @@ impl LoadReport {
         self.missing.is_empty() && self.mismatched.is_empty()
     }
 
-    /// One line, naming a few keys of each kind.
-    fn summary(&self) -> String {
+    /// One line that names up to three keys of each kind; empty where every tensor was used and every
+    /// parameter loaded. The keys are the file's own, control characters included.
+    pub fn summary(&self) -> String {
         let shapes: Vec<String> = self.mismatched.iter().map(ToString::to_string).collect();
         [("missing", &self.missing), ("mis-shaped", &shapes), ("unused", &self.unused)]
             .into_iter()
@@ -214,12 +215,12 @@ pub enum CheckpointError {
         .0.summary()
     )]
     Incomplete(Box<LoadReport>),
-    /// A file that cannot be written.
+    /// A file that cannot be written, or that would be lost or never read if it were.
     #[error("cannot write {}: {reason}", path.display())]
     Write {
         /// The file.
         path: PathBuf,
-        /// Why.
+        /// Why, and what to do.
         reason: String,
     },
 }

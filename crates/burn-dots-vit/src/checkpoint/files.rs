@@ -11,8 +11,8 @@ use safetensors::{Dtype, SafeTensors};
 use super::CheckpointError;
 use super::names::{PREFIXES, canonical, is_tower_key};
 
-const SINGLE: &str = "model.safetensors";
-const INDEX: &str = "model.safetensors.index.json";
+pub(super) const SINGLE: &str = "model.safetensors";
+pub(super) const INDEX: &str = "model.safetensors.index.json";
 
 /// A safetensors file mapped into memory; tensors are read where they are used.
 #[derive(Debug)]
@@ -142,6 +142,14 @@ impl Shard {
     }
 }
 
+/// A key of the safetensors file `path` that does not belong to the (first) tower in it, if any.
+pub(super) fn key_outside_tower(path: &Path) -> Result<Option<String>, CheckpointError> {
+    let (_, tensors) = Shard::open(path)?;
+    let prefix = prefixes(tensors.iter().map(|tensor| tensor.key.as_str())).into_iter().next();
+    let mut keys = tensors.into_iter().map(|tensor| tensor.key);
+    Ok(keys.find(|key| prefix.and_then(|prefix| tower_name(key, prefix)).is_none()))
+}
+
 /// The file to start from: `path` itself, or the folder's index, single file or only file.
 fn locate(path: &Path) -> Result<PathBuf, CheckpointError> {
     if !path.is_dir() {
@@ -191,11 +199,23 @@ fn tower_name<'a>(key: &'a str, prefix: &str) -> Option<&'a str> {
     key.strip_prefix(prefix).filter(|name| !prefix.is_empty() || is_tower_key(name))
 }
 
-/// The one prefix under which blocks, patch embedding or adapter are found.
+/// The one prefix under which blocks or a patch embedding are found.
 fn find_prefix<'a>(
     path: &Path,
     keys: impl Iterator<Item = &'a str>,
 ) -> Result<&'static str, CheckpointError> {
+    match prefixes(keys).as_slice() {
+        [prefix] => Ok(prefix),
+        [] => Err(CheckpointError::NoTower { path: path.to_path_buf() }),
+        several => Err(CheckpointError::SeveralTowers {
+            path: path.to_path_buf(),
+            prefixes: several.iter().map(|prefix| format!("`{prefix}`")).collect(),
+        }),
+    }
+}
+
+/// The prefixes under which blocks or a patch embedding are found.
+fn prefixes<'a>(keys: impl Iterator<Item = &'a str>) -> Vec<&'static str> {
     let mut counts = [0usize; PREFIXES.len()];
     for key in keys {
         for (count, prefix) in counts.iter_mut().zip(PREFIXES) {
@@ -206,17 +226,6 @@ fn find_prefix<'a>(
             *count += usize::from(block);
         }
     }
-    let found: Vec<&'static str> = PREFIXES
-        .into_iter()
-        .zip(counts)
-        .filter_map(|(prefix, count)| (count > 0).then_some(prefix))
-        .collect();
-    match found.as_slice() {
-        [prefix] => Ok(prefix),
-        [] => Err(CheckpointError::NoTower { path: path.to_path_buf() }),
-        several => Err(CheckpointError::SeveralTowers {
-            path: path.to_path_buf(),
-            prefixes: several.iter().map(|prefix| format!("`{prefix}`")).collect(),
-        }),
-    }
+    let counted = PREFIXES.into_iter().zip(counts);
+    counted.filter_map(|(prefix, count)| (count > 0).then_some(prefix)).collect()
 }
