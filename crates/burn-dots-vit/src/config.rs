@@ -54,9 +54,10 @@ pub struct DotsVitConfig {
     pub post_norm: bool,
     /// The attention implementation to ask for.
     pub attn_implementation: AttentionImplementation,
-    /// What runs where the device cannot run `attn_implementation`. Not part of a released
-    /// `config.json`; the reference falls back to `eager` in the dense tower and to `eager_v2` in
-    /// the other, which are slower and no more exact than the default here, `sdpa`.
+    /// What runs where the device cannot run `attn_implementation`: `eager`, `eager_v2` or `sdpa`.
+    /// Not part of a released `config.json`; the reference falls back to `eager` in the dense tower
+    /// and to `eager_v2` in the other, which are slower and no more exact than the default here,
+    /// `sdpa`.
     pub eager_fallback: AttentionImplementation,
     /// Experts of each block: positive for a mixture of experts, 0 or -1 for a dense block. Empty
     /// means all blocks are dense.
@@ -228,6 +229,12 @@ impl DotsVitConfig {
         if !(self.rms_norm_eps.is_finite() && self.rms_norm_eps > 0.0) {
             let remedy = "must be a positive number".into();
             return fail("rms_norm_eps", self.rms_norm_eps.to_string(), remedy);
+        }
+        if let AttentionImplementation::FlashAttention2 | AttentionImplementation::FlashAttention3 =
+            self.eager_fallback
+        {
+            let remedy = "what stands in for a kernel cannot be one: use eager, eager_v2 or sdpa";
+            return fail("eager_fallback", self.eager_fallback.to_string(), remedy.into());
         }
         self.validate_experts(&fail)?;
         self.validate_adapter(&fail)

@@ -127,6 +127,8 @@ impl DotsVisionEncoder {
 
     /// Changes what runs where a device cannot run the implementation asked for. The reference
     /// passes `eager` in the dense tower and `eager_v2` in the other; the default here is `sdpa`.
+    /// A flash implementation is no fallback: `eager` runs instead, as [`Self::resolution`] says, and
+    /// the tower cannot be saved.
     pub fn set_eager_fallback(&mut self, fallback: AttentionImplementation) {
         self.config.eager_fallback = fallback;
         for block in &mut self.blocks {

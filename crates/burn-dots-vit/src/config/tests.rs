@@ -123,6 +123,8 @@ fn other_models_are_refused(#[case] value: Value, #[case] needle: &str) {
 #[case("adapter_in_dim", json!(8), "must equal the tower's width, 1536")]
 #[case("adapter_merge_size", json!(3), "2 x 2")]
 #[case("attn_implementation", json!("turbo"), "flash_attention_2")]
+#[case("eager_fallback", json!("flash_attention_2"), "use eager, eager_v2 or sdpa")]
+#[case("eager_fallback", json!("flash_attention_3"), "use eager, eager_v2 or sdpa")]
 #[case("attention_bias", json!(true), "contradicts use_bias = false")]
 fn bad_fields_are_named(#[case] field: &str, #[case] value: Value, #[case] needle: &str) {
     let mut config = json!({"model_type": "dots_moe_vit", "embed_dim": 1536, "use_bias": false});
@@ -132,6 +134,13 @@ fn bad_fields_are_named(#[case] field: &str, #[case] value: Value, #[case] needl
     assert!(matches!(error, ConfigError::Field { .. }), "{text}");
     assert!(text.contains(&format!("{field} = ")) && text.contains(needle), "{text}");
     assert!(!text.contains('\n'), "{text}");
+}
+
+#[rstest]
+fn every_plain_implementation_is_a_fallback(#[values("eager", "eager_v2", "sdpa")] name: &str) {
+    let config = json!({"model_type": "dots_vit", "embed_dim": 1536, "eager_fallback": name});
+    let config = parse(config).unwrap();
+    assert_eq!(config.eager_fallback.name(), name);
 }
 
 #[test]

@@ -120,13 +120,15 @@ fn first_temporal_slice_only() {
     assert_close(two.patch_embed.forward(rows), expected);
 }
 
-#[test]
-fn bf16_tables_round_angles_and_little_else() {
+#[rstest]
+#[case::plain(Device::flex())]
+#[case::autodiff(Device::flex().autodiff())]
+fn bf16_tables_round_angles_and_little_else(#[case] device: Device) {
     let mut config = small(AdapterType::PatchMerger);
     config.rope_table_dtype = RopeTableDtype::Bfloat16;
-    let tower = DotsVisionEncoder::new(&config, &Device::flex()).unwrap();
+    let tower = DotsVisionEncoder::new(&config, &device).unwrap();
     // 257 needs nine bits: bf16 keeps eight.
-    let rope = tower.rope(&[[1, 0], [257, 3]], &Device::flex());
+    let rope = tower.rope(&[[1, 0], [257, 3]], &device);
     let cos: Vec<f32> = rope.cos.into_data().try_to_vec().unwrap();
     assert_eq!(cos[0], 1f32.cos());
     assert!((cos[8] - 256f32.cos()).abs() < 1e-5, "{} is not cos(256)", cos[8]);
