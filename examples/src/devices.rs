@@ -92,7 +92,8 @@ fn probe(open: fn() -> Device) -> Result<Device, String> {
     std::panic::set_hook(hook);
     answer.unwrap_or_else(|panic| {
         let message = panic.downcast_ref::<String>().cloned();
-        let message = message.or_else(|| panic.downcast_ref::<&str>().map(|text| (*text).to_owned()));
+        let message =
+            message.or_else(|| panic.downcast_ref::<&str>().map(|text| (*text).to_owned()));
         Err(message.unwrap_or_else(|| "its driver panicked".to_owned()).replace('\n', " "))
     })
 }

@@ -156,10 +156,15 @@ fn tensors_without_a_use_are_told_of() {
     place.copy_image("gray.png", "page.png");
     let model = place.copy_model("dots_ocr_tiny");
     model.edit_tensors(FIRST, |t| {
-        t.insert("vision_tower.mask_token".into(), (Dtype::F32, vec![1], vec![0; 4]));
+        for key in ["vision_tower.mask_token", "vision_tower.two\nlines\u{1b}[2J"] {
+            t.insert(key.into(), (Dtype::F32, vec![1], vec![0; 4]));
+        }
     });
     let output = place.command(&["page.png", "--model", "model"]).output().unwrap();
     assert!(output.status.success());
     let stderr = String::from_utf8(output.stderr).unwrap();
-    assert!(stderr.contains("model: ") && stderr.contains("unused: mask_token"), "{stderr}");
+    let expected = r" parameters; 2 unused: mask_token, two\nlines\u{1b}[2J";
+    let line = stderr.strip_suffix('\n').unwrap();
+    assert!(line.contains("model: loaded ") && line.ends_with(expected), "{stderr}");
+    assert!(!line.contains(char::is_control), "{stderr}");
 }

@@ -14,6 +14,8 @@ use burn_dots_vit::preprocess::{ImageProcessor, PixelValues};
 use image::RgbImage;
 use indicatif::{ProgressBar, ProgressStyle};
 
+use crate::results::printable;
+
 /// All images, ready for the tower.
 pub struct Prepared {
     /// Pixel rows, one entry an image.
@@ -69,7 +71,9 @@ pub fn load(
     let options = CheckpointOptions::default().with_dtype(dtype);
     let (tower, report) = DotsVisionEncoder::load(config, model, &options, device)?;
     if !report.unused.is_empty() {
-        log::warn!("{}: {report}", model.display());
+        let (model, loaded, unused) = (model.display(), report.loaded, report.summary());
+        // Keys are what somebody else wrote into the file.
+        log::warn!("{}", printable(&format!("{model}: loaded {loaded} parameters; {unused}")));
     }
     Ok(tower)
 }
@@ -88,22 +92,38 @@ pub fn encode(
     let mut images = Vec::with_capacity(pixel_values.len());
     for pack in packs {
         let pixels = PixelValues::concat(pixel_values.by_ref().take(pack.len()).collect());
-        let mut hidden_states = None;
-        let features =
-            tower.forward_with(pixels.to_tensor(device), &pixels.grids, &mut |stage, x| {
-                hidden_states = Some(x.clone());
-                if matches!(stage, TowerStage::Block(_)) {
-                    // A device that computes asynchronously has only queued the layer so far.
-                    let _ = device.sync();
-                    bar.inc(1);
-                }
-            })?;
-        let hidden_states = hidden_states.ok_or("the tower showed no hidden states")?;
+        let (features, hidden_states) = pass(tower, &pixels, device, &mut || {
+            // A device that computes asynchronously has only queued the layer so far.
+            device.sync()?;
+            bar.inc(1);
+            Ok(())
+        })?;
+        // The adapter's failure, too, is an error here rather than a panic where values are read.
+        device.sync()?;
         split(tower, &pixels.grids, features, hidden_states, &mut images);
     }
-    device.sync()?;
     bar.finish_and_clear();
     Ok(Encoded { images, time: clock.elapsed() })
+}
+
+/// Features and hidden states of one pass. `layer_done` runs after each block until it first fails,
+/// which fails the pass.
+fn pass(
+    tower: &DotsVisionEncoder,
+    pixels: &PixelValues,
+    device: &Device,
+    layer_done: &mut impl FnMut() -> Result<(), Box<dyn Error>>,
+) -> Result<(Tensor<2>, Tensor<2>), Box<dyn Error>> {
+    let mut hidden_states = None;
+    let mut layers = Ok(());
+    let features = tower.forward_with(pixels.to_tensor(device), &pixels.grids, &mut |stage, x| {
+        hidden_states = Some(x.clone());
+        if layers.is_ok() && matches!(stage, TowerStage::Block(_)) {
+            layers = layer_done();
+        }
+    });
+    layers?;
+    Ok((features?, hidden_states.ok_or("the tower showed no hidden states")?))
 }
 
 /// Gives every image of a pass its own part.
@@ -155,7 +175,32 @@ fn bar(length: usize, what: &'static str) -> ProgressBar {
 
 #[cfg(test)]
 mod tests {
+    #![allow(clippy::unwrap_used)]
     use super::*;
+
+    #[test]
+    fn a_device_that_fails_in_a_layer_fails_the_pass() {
+        let mut config = DotsVitConfig::dots_vit();
+        (config.embed_dim, config.num_attention_heads, config.num_hidden_layers) = (32, 2, 3);
+        (config.intermediate_size, config.adapter_out_dim) = (48, 40);
+        let device = Device::flex();
+        let tower = DotsVisionEncoder::new(&config, &device).unwrap();
+        let (rows, row_len) = (4, config.pixel_row_len());
+        let grids = vec![GridThw::new(1, 2, 2)];
+        let pixels = PixelValues { data: vec![0.5; rows * row_len], rows, row_len, grids };
+
+        let mut layers = 0;
+        let mut until = |last: usize| {
+            layers = 0;
+            let result = pass(&tower, &pixels, &device, &mut || {
+                layers += 1;
+                if layers == last { Err("device lost".into()) } else { Ok(()) }
+            });
+            (result.map(|(features, _)| features.dims()).map_err(|e| e.to_string()), layers)
+        };
+        assert_eq!(until(2), (Err("device lost".to_owned()), 2));
+        assert_eq!(until(4), (Ok([1, 40]), 3));
+    }
 
     #[test]
     fn packs_hold_what_fits_and_giants_run_alone() {
