@@ -34,7 +34,7 @@ impl Devices {
                 }
             };
             answered = true;
-            println!("{device} ({:?})", device.device);
+            println!("{device} ({:?})", device.device.as_dispatch());
             for dtype in [DType::F32, DType::F16, DType::BF16] {
                 if !device.device.supports_dtype(dtype) {
                     println!("  {}: not supported", dtype.name());
