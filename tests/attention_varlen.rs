@@ -4,8 +4,9 @@ use std::sync::OnceLock;
 
 use burn::tensor::{DType, Device, Tensor};
 use burn_vision_attention::{
-    AttentionImplementation, AttentionOptions, KernelRequirements, Segments, Window,
-    attention_varlen_by, attention_varlen_with_lse, resolve_attn_implementation,
+    AttentionImplementation, AttentionOptions, KernelRequirements, RotaryPositionEmbedding,
+    Segments, VisionRotaryEmbedding, Window, attention_varlen_by, attention_varlen_with_lse,
+    resolve_attn_implementation, rope_qk_norm,
 };
 use proptest::collection::vec;
 use proptest::prelude::*;
@@ -295,4 +296,35 @@ proptest! {
             }
         }
     }
+}
+
+/// Burn's fusion never compares the shapes it was promised with those that come.
+#[test]
+fn kernels_give_the_shapes_and_dtypes_they_promise() {
+    let Some(device) = device_or_skip("wgpu") else { return };
+    let options = AttentionOptions::default();
+    let problem = Problem::new(7, &[(5, 3), (0, 2), (2, 0)], (4, 2), (24, 40), options);
+    let Problem { segments_q, segments_k, .. } = &problem;
+    for dtype in [DType::F32, DType::F16] {
+        let [q, k, v] = problem.tensors(&device.device, dtype);
+        let rope = VisionRotaryEmbedding::new(12).prepare(&[[1, 2]; 7], &device.device);
+        let keys = k.clone().narrow(0, 0, 5);
+        let queries = q.clone().narrow(0, 0, 5);
+        let first = RotaryPositionEmbedding {
+            cos: rope.cos.narrow(0, 0, 5),
+            sin: rope.sin.narrow(0, 0, 5),
+        };
+        let (queries, keys) = rope_qk_norm(queries, keys, Some(&first), None);
+        let (out, lse) = attention_varlen_with_lse(q, k, v, segments_q, segments_k, &options);
+        promised(out, [7, 4, 40], dtype);
+        promised(lse, [7, 4], DType::F32);
+        promised(queries, [5, 4, 24], dtype);
+        promised(keys, [5, 2, 24], dtype);
+    }
+}
+
+fn promised<const D: usize>(tensor: Tensor<D>, shape: [usize; D], dtype: DType) {
+    assert_eq!((tensor.dims(), tensor.dtype()), (shape, dtype));
+    let data = tensor.into_data();
+    assert_eq!((&data.shape()[..], data.dtype()), (&shape[..], dtype));
 }

@@ -2,7 +2,9 @@
 
 use core::fmt;
 
-use burn_vision_attention::{PositionOrder, RopeError, Segments, SegmentsError, vision_positions};
+use burn_vision_attention::{
+    PositionError, PositionOrder, Segments, SegmentsError, vision_positions,
+};
 use serde::{Deserialize, Serialize};
 
 /// Extent of one image or clip, in patches: `t` frames of `h` rows by `w` columns.
@@ -129,10 +131,10 @@ pub fn positions(grids: &[GridThw], order: PositionOrder) -> Result<Vec<[u32; 2]
     let mut all = Vec::with_capacity(total_tokens(grids)?);
     for (index, grid) in grids.iter().enumerate() {
         let frame = vision_positions(grid.h, grid.w, order).map_err(|error| match error {
-            RopeError::GridNotDivisible { merge, .. } => {
+            PositionError::GridNotDivisible { merge, .. } => {
                 GridError::NotDivisible { index, grid: *grid, merge }
             }
-            RopeError::ZeroMerge => unreachable!("configs are validated to merge at least 1"),
+            PositionError::ZeroMerge => unreachable!("configs are validated to merge at least 1"),
         })?;
         for _ in 0..grid.t {
             all.extend_from_slice(&frame);

@@ -34,17 +34,19 @@
 //! Norms, rotation, softmax and sums run in f32 whatever the dtype, and results are cast back once.
 
 mod attention;
+mod builder;
 mod implementation;
 mod norm;
 pub mod ops;
+mod positions;
 mod report;
 mod rope;
 mod segments;
 
 pub use attention::{
-    AttentionConfigError, AttentionOverrides, VisionAttention, VisionAttentionConfig,
-    apply_vision_attention_residual, build_vision_attention,
+    AttentionConfigError, VisionAttention, VisionAttentionConfig, apply_vision_attention_residual,
 };
+pub use builder::{AttentionOverrides, build_vision_attention};
 pub use implementation::{
     AttentionImplementation, Fallback, KernelRequirements, Resolution, UnknownImplementation,
     attn_uses_seqlens, prepare_seqlens_for_attention, resolve_attn_implementation,
@@ -55,8 +57,9 @@ pub use ops::attention_varlen::{
     attention_varlen_with_lse, check_attention_varlen,
 };
 pub use ops::rope_qk_norm::{QkNorm, rope_qk_norm};
+pub use positions::{PositionError, PositionOrder, vision_positions};
 pub use rope::{
-    PositionOrder, RopeError, RopeHeadDimError, RotaryPositionEmbedding, VisionRotaryEmbedding,
-    apply_rotary_pos_emb_vision, rotate_half, vision_positions,
+    RopeHeadDimError, RotaryPositionEmbedding, VisionRotaryEmbedding, apply_rotary_pos_emb_vision,
+    rotate_half,
 };
 pub use segments::{Segments, SegmentsError};
