@@ -119,12 +119,11 @@ fn attention_problems() -> impl Iterator<Item = AttentionProblem> {
     inputs().flat_map(|(dtype, (head_dim, value_dim), layout)| {
         let (q, v) = (layout.tensor(head_dim), layout.tensor(value_dim));
         let plain = AttentionProblem::new(q, q, v, dtype);
-        let window =
-            |left, right, softcap| AttentionProblem { window: (left, right), softcap, ..plain };
         let sides = [None, Some(1)];
         sides.into_iter().flat_map(move |left| {
             sides.into_iter().flat_map(move |right| {
-                [None, Some(30.0)].map(|softcap| window(left, right, softcap))
+                let window = (left, right);
+                [None, Some(30.0)].map(|softcap| AttentionProblem { window, softcap, ..plain })
             })
         })
     })
