@@ -24,7 +24,7 @@ pub fn run(arguments: &Audit) -> Result<ExitCode, Box<dyn Error>> {
             "--manifest-path",
         ])
         .arg(concat!(env!("CARGO_MANIFEST_DIR"), "/audit/Cargo.toml"))
-        .arg("--")
+        .args(["--", "--kernel", &arguments.kernel])
         .env("CUDA_PATH", toolkit.root());
     for architecture in &arguments.architectures {
         command.args(["--arch", &architecture.to_string()]);

@@ -11,6 +11,7 @@ use kernels_cubecl::Unsupported;
 use rayon::prelude::*;
 use thiserror::Error;
 
+use crate::Audit;
 use crate::architecture::Architecture;
 use crate::device;
 use crate::ptxas::{PtxasError, assemble};
@@ -26,6 +27,9 @@ pub enum AuditError {
     /// The blueprint refuses a device of the architecture.
     #[error("{0}: {1}")]
     Unsupported(Architecture, Unsupported),
+    /// The text that kernels were asked for by is in no blueprint.
+    #[error("--kernel: no blueprint has {0:?} in it; the table without --kernel lists them")]
+    None(String),
     /// The compiler refuses a kernel.
     #[error("{kernel} for {architecture}: {reason}")]
     Compile {
@@ -48,20 +52,24 @@ pub enum AuditError {
     },
 }
 
-/// Compiles and assembles every kernel for every architecture, on all cores.
+/// Compiles and assembles the kernels for each architecture, on all cores.
 ///
 /// # Errors
 ///
-/// If a kernel does not compile. One that spills is a row of the report.
-pub fn audit(architectures: &[Architecture], ptxas: &Path) -> Result<Report, AuditError> {
+/// If a kernel does not compile, or none is asked for. One that spills is a row of the report.
+pub fn audit(arguments: &Audit, ptxas: &Path) -> Result<Report, AuditError> {
     let target = Arc::new(device::target());
     let mut rows = Vec::new();
-    for &architecture in architectures {
+    for &architecture in &arguments.architectures {
         let properties = Arc::new(device::properties(architecture));
-        let variants =
+        let mut variants =
             variants(&properties).map_err(|error| AuditError::Unsupported(architecture, error))?;
+        variants.retain(|variant| variant.to_string().contains(&arguments.kernel));
         let row = |variant| row(variant, architecture, &properties, &target, ptxas);
         rows.extend(variants.par_iter().map(row).collect::<Result<Vec<_>, _>>()?);
+    }
+    if rows.is_empty() {
+        return Err(AuditError::None(arguments.kernel.clone()));
     }
     Ok(Report::new(rows))
 }

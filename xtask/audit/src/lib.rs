@@ -30,6 +30,9 @@ pub struct Audit {
     #[arg(long = "arch", value_enum, value_name = "ARCH",
         default_values_t = [Architecture::Sm80, Architecture::Sm90a])]
     pub architectures: Vec<Architecture>,
+    /// Only kernels whose blueprint in words, as in the table, has this text in it.
+    #[arg(long, value_name = "TEXT", default_value = "")]
+    pub kernel: String,
     /// Write the rows of the table to this file.
     #[arg(long, value_name = "FILE")]
     pub json: Option<PathBuf>,

@@ -31,7 +31,7 @@ fn run(arguments: &Audit) -> Result<ExitCode, Box<dyn Error>> {
     let toolkit = Toolkit::find()?;
     // SAFETY: no other thread runs yet. The compiler finds libdevice by this variable alone.
     unsafe { std::env::set_var("CUDA_PATH", toolkit.root()) };
-    let report = audit(&arguments.architectures, &toolkit.ptxas())?;
+    let report = audit(arguments, &toolkit.ptxas())?;
     println!("{report}");
     if let Some(file) = &arguments.json {
         write(&report, file).map_err(|error| format!("{}: {error}", file.display()))?;

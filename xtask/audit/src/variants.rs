@@ -218,6 +218,6 @@ mod tests {
         assert_eq!(count("attention_varlen", &["head_dim 72/72", "bf16"]), 3 * 4 * 2);
         // f32 has two norms, the others three; 7 head_dims, 3 layouts, with and without rotation.
         assert_eq!(count("rope_qk_norm", &[]), (2 + 3 + 3) * 7 * 3 * 2);
-        assert_eq!(count("rope_qk_norm", &["norm", "rotary", "head_dim 80"]), (1 + 2 + 2) * 3);
+        assert_eq!(count("rope_qk_norm", &["norm(", "rotary", "head_dim 80"]), (1 + 2 + 2) * 3);
     }
 }
