@@ -1,8 +1,10 @@
-//! Development commands: `cargo xtask parity`, `devices`, `checkpoint`.
+//! Development commands: `cargo xtask parity`, `devices`, `checkpoint`, `audit`, `provision`.
 
+mod audit;
 mod checkpoint;
 mod devices;
 mod parity;
+mod provision;
 
 use std::process::ExitCode;
 
@@ -23,6 +25,10 @@ enum Command {
     Checkpoint(checkpoint::Checkpoint),
     /// List each device that answers and what a request resolves to on it.
     Devices(devices::Devices),
+    /// Compile every kernel without a GPU and fail if one spills registers.
+    Audit(kernel_audit::Audit),
+    /// Install what building for CUDA and `audit` need: LLVM, ptxas, nvdisasm, libdevice.
+    Provision,
 }
 
 fn main() -> ExitCode {
@@ -31,6 +37,8 @@ fn main() -> ExitCode {
         Command::Parity(parity) => parity.run(),
         Command::Checkpoint(checkpoint) => checkpoint.run(),
         Command::Devices(devices) => devices.run(),
+        Command::Audit(arguments) => audit::run(&arguments),
+        Command::Provision => provision::run(),
     };
     result.unwrap_or_else(|error| {
         eprintln!("error: {error}");

@@ -1,0 +1,112 @@
+//! Compiling and assembling every kernel.
+
+use std::path::Path;
+use std::sync::Arc;
+
+use cubecl::Compiler;
+use cubecl::ir::{DeviceProperties, TargetProperties};
+use cubecl_llvm::nvptx::ptx_version::PtxVersion;
+use cubecl_llvm::{LlvmTarget, PlironArtifact, PlironCompiler, PlironOptions};
+use kernels_cubecl::Unsupported;
+use rayon::prelude::*;
+use thiserror::Error;
+
+use crate::Audit;
+use crate::architecture::Architecture;
+use crate::device;
+use crate::ptxas::{PtxasError, assemble};
+use crate::report::{Report, Row};
+use crate::variants::{Variant, variants};
+
+/// CUDA release whose PTX is written: the toolkit and the driver must not be older.
+const DRIVER: i32 = 12_080;
+
+/// Why the audit could not be completed.
+#[derive(Debug, Error)]
+pub enum AuditError {
+    /// The blueprint refuses a device of the architecture.
+    #[error("{0}: {1}")]
+    Unsupported(Architecture, Unsupported),
+    /// The text that kernels were asked for by is in no blueprint.
+    #[error("--kernel: no blueprint has {0:?} in it; the table without --kernel lists them")]
+    None(String),
+    /// The compiler refuses a kernel.
+    #[error("{kernel} for {architecture}: {reason}")]
+    Compile {
+        /// The blueprint in words.
+        kernel: String,
+        /// What it was compiled for.
+        architecture: Architecture,
+        /// What the compiler says.
+        reason: String,
+    },
+    /// The assembler refuses a kernel, or does not run.
+    #[error("{kernel} for {architecture}: {error}")]
+    Assemble {
+        /// The blueprint in words.
+        kernel: String,
+        /// What it was assembled for.
+        architecture: Architecture,
+        /// What is wrong.
+        error: PtxasError,
+    },
+}
+
+/// Compiles and assembles the kernels for each architecture, on all cores.
+///
+/// # Errors
+///
+/// If a kernel does not compile, or none is asked for. One that spills is a row of the report.
+pub fn audit(arguments: &Audit, ptxas: &Path) -> Result<Report, AuditError> {
+    let target = Arc::new(device::target());
+    let mut rows = Vec::new();
+    for &architecture in &arguments.architectures {
+        let properties = Arc::new(device::properties(architecture));
+        let mut variants =
+            variants(&properties).map_err(|error| AuditError::Unsupported(architecture, error))?;
+        variants.retain(|variant| variant.to_string().contains(&arguments.kernel));
+        let row = |variant| row(variant, architecture, &properties, &target, ptxas);
+        rows.extend(variants.par_iter().map(row).collect::<Result<Vec<_>, _>>()?);
+    }
+    if rows.is_empty() {
+        return Err(AuditError::None(arguments.kernel.clone()));
+    }
+    Ok(Report::new(rows))
+}
+
+fn row(
+    variant: &Variant,
+    architecture: Architecture,
+    properties: &Arc<DeviceProperties>,
+    target: &Arc<TargetProperties>,
+    ptxas: &Path,
+) -> Result<Row, AuditError> {
+    let kernel = variant.kernel(properties.clone(), target.clone());
+    let mut compiler = PlironCompiler { target: LlvmTarget::Nvptx };
+    // As the CUDA runtime compiles from compute capability 7.0 on.
+    let options = PlironOptions {
+        sm_arch: Some(device::sm_arch(architecture)),
+        ptx_version: PtxVersion::for_driver(DRIVER),
+        grid_constants: true,
+        ..Default::default()
+    };
+    let refused =
+        |reason: String| AuditError::Compile { kernel: variant.to_string(), architecture, reason };
+    let module = match compiler.compile(kernel.define(), &options) {
+        Ok(PlironArtifact::NvptxCode(module)) => module,
+        Ok(_) => return Err(refused("the compiler wrote no PTX".to_owned())),
+        Err(error) => return Err(refused(error.to_string())),
+    };
+    let ptx = module.ptx.iter().map(|&c| c as u8).take_while(|&c| c != 0).collect::<Vec<_>>();
+    let usage = assemble(ptxas, &String::from_utf8_lossy(&ptx), architecture).map_err(|error| {
+        AuditError::Assemble { kernel: variant.to_string(), architecture, error }
+    })?;
+    Ok(Row {
+        operation: variant.operation(),
+        blueprint: variant.to_string(),
+        architecture,
+        threads: variant.threads(),
+        shared_memory: module.shared_memory_size,
+        usage,
+    })
+}

@@ -1,0 +1,39 @@
+//! Registers, shared memory and spills of every kernel that a blueprint can choose, without a GPU.
+//!
+//! Kernels are compiled to PTX by the compiler that `CubeCL`'s CUDA runtime uses, then assembled by
+//! `ptxas`, whose report is read. A kernel that spills registers or keeps anything in local memory
+//! fails: local memory is device memory, and the inner loops would wait for it.
+//!
+//! The compiler needs LLVM and is behind the feature `llvm`, which nothing turns on but the audit
+//! itself. What is here without it: the list of kernels, the tools' whereabouts and the report.
+
+pub mod architecture;
+pub mod ptxas;
+pub mod report;
+pub mod toolchain;
+pub mod variants;
+
+#[cfg(feature = "llvm")]
+pub mod compile;
+#[cfg(feature = "llvm")]
+pub mod device;
+
+use std::path::PathBuf;
+
+use architecture::Architecture;
+use clap::Args;
+
+/// Arguments of the audit.
+#[derive(Args, Clone, Debug)]
+pub struct Audit {
+    /// GPU architecture to assemble for, repeatable.
+    #[arg(long = "arch", value_enum, value_name = "ARCH",
+        default_values_t = [Architecture::Sm80, Architecture::Sm90a])]
+    pub architectures: Vec<Architecture>,
+    /// Only kernels whose blueprint in words, as in the table, has this text in it.
+    #[arg(long, value_name = "TEXT", default_value = "")]
+    pub kernel: String,
+    /// Write the rows of the table to this file.
+    #[arg(long, value_name = "FILE")]
+    pub json: Option<PathBuf>,
+}

@@ -1,0 +1,177 @@
+//! What the audit found, for people and for programs.
+
+use core::fmt;
+
+use comfy_table::{CellAlignment, Table, presets};
+use serde::Serialize;
+
+use crate::architecture::Architecture;
+use crate::ptxas::Usage;
+
+/// One kernel on one architecture.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+pub struct Row {
+    /// The operation.
+    pub operation: &'static str,
+    /// The blueprint in words.
+    pub blueprint: String,
+    /// What it was assembled for.
+    pub architecture: Architecture,
+    /// Threads of a block.
+    pub threads: usize,
+    /// Shared memory that a launch asks for, in bytes per block.
+    pub shared_memory: usize,
+    /// What the assembler reports.
+    #[serde(flatten)]
+    pub usage: Usage,
+}
+
+/// All kernels.
+#[derive(Clone, Debug, Default)]
+pub struct Report {
+    rows: Vec<Row>,
+}
+
+impl Report {
+    /// A report of these rows.
+    pub fn new(rows: Vec<Row>) -> Self {
+        Self { rows }
+    }
+
+    /// All rows.
+    pub fn rows(&self) -> &[Row] {
+        &self.rows
+    }
+
+    /// Rows that spill or use local memory.
+    pub fn failures(&self) -> impl Iterator<Item = &Row> {
+        self.rows.iter().filter(|row| !row.usage.is_clean())
+    }
+
+    /// Whether there are kernels, and none spills or uses local memory.
+    pub fn passed(&self) -> bool {
+        !self.rows.is_empty() && self.failures().next().is_none()
+    }
+
+    /// A line per operation and architecture: kernels, and the most registers and shared memory.
+    fn summary(&self) -> Vec<String> {
+        let mut groups =
+            self.rows.iter().map(|row| (row.operation, row.architecture)).collect::<Vec<_>>();
+        groups.dedup();
+        let line = |(operation, architecture)| {
+            let rows = self.rows.iter();
+            let rows =
+                rows.filter(|row| (row.operation, row.architecture) == (operation, architecture));
+            let rows = rows.collect::<Vec<_>>();
+            let registers = rows.iter().map(|row| row.usage.registers).max().unwrap_or(0);
+            let shared_memory = rows.iter().map(|row| row.shared_memory).max().unwrap_or(0);
+            let count = rows.len();
+            format!(
+                "{operation} {architecture}: {count} kernels, at most {registers} registers and {shared_memory} B of shared memory"
+            )
+        };
+        groups.into_iter().map(line).collect()
+    }
+}
+
+impl fmt::Display for Report {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        writeln!(f, "{}", table(self.rows.iter()))?;
+        for line in self.summary() {
+            writeln!(f, "{line}")?;
+        }
+        let failed = self.failures().count();
+        if failed > 0 {
+            writeln!(f, "spills or local memory:\n{}", table(self.failures()))?;
+        }
+        // The count stands alone on the last line; scripts read it.
+        write!(f, "{} kernels, {failed} with spills or local memory", self.rows.len())
+    }
+}
+
+fn table<'a>(rows: impl Iterator<Item = &'a Row>) -> Table {
+    const NUMBERS: [&str; 7] =
+        ["threads", "registers", "shared", "stack", "stores", "loads", "local"];
+    let mut table = Table::new();
+    table.load_preset(presets::NOTHING).set_header(["blueprint", "arch"].iter().chain(&NUMBERS));
+    table.add_rows(rows.map(|row| {
+        let Usage { registers, stack_frame, spill_stores, spill_loads, local_memory, .. } =
+            row.usage;
+        let shared = row.shared_memory + row.usage.static_shared_memory as usize;
+        let numbers = [registers, stack_frame, spill_stores, spill_loads, local_memory];
+        let [registers, stack, stores, loads, local] = numbers.map(|number| number.to_string());
+        let threads = row.threads.to_string();
+        let (blueprint, architecture) = (row.blueprint.clone(), row.architecture.to_string());
+        [
+            blueprint,
+            architecture,
+            threads,
+            registers,
+            shared.to_string(),
+            stack,
+            stores,
+            loads,
+            local,
+        ]
+    }));
+    for column in table.column_iter_mut().skip(2) {
+        column.set_cell_alignment(CellAlignment::Right);
+    }
+    table
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+
+    use rstest::rstest;
+
+    use super::*;
+
+    fn row(blueprint: &str, usage: Usage) -> Row {
+        Row {
+            operation: "attention_varlen",
+            blueprint: blueprint.to_owned(),
+            architecture: Architecture::Sm90a,
+            threads: 64,
+            shared_memory: 27_648,
+            usage,
+        }
+    }
+
+    fn clean() -> Row {
+        row("fits", Usage { registers: 162, ..Usage::default() })
+    }
+
+    #[rstest]
+    #[case::stack(Usage { stack_frame: 8, ..Usage::default() })]
+    #[case::stores(Usage { spill_stores: 4, ..Usage::default() })]
+    #[case::loads(Usage { spill_loads: 4, ..Usage::default() })]
+    #[case::local(Usage { local_memory: 16, ..Usage::default() })]
+    fn one_bad_kernel_fails_the_audit(#[case] usage: Usage) {
+        let report = Report::new(vec![clean(), row("does not fit", usage)]);
+        assert!(!report.passed());
+        let failures = report.failures().map(|row| row.blueprint.as_str());
+        assert_eq!(failures.collect::<Vec<_>>(), ["does not fit"]);
+        let text = report.to_string();
+        assert!(text.ends_with("\n2 kernels, 1 with spills or local memory"), "{text}");
+        assert_eq!(text.matches("does not fit").count(), 2, "named in the table and below: {text}");
+    }
+
+    #[test]
+    fn clean_kernels_pass_and_none_at_all_do_not() {
+        assert!(Report::new(vec![clean()]).passed());
+        assert!(!Report::default().passed());
+        let text = Report::new(vec![clean()]).to_string();
+        let summary = "attention_varlen sm_90a: 1 kernels, at most 162 registers and 27648 B of shared memory";
+        assert!(text.contains(summary), "{text}");
+    }
+
+    #[test]
+    fn rows_are_flat_json() {
+        let json = serde_json::to_value(clean()).unwrap();
+        assert_eq!(json["architecture"], "sm_90a");
+        assert_eq!(json["registers"], 162);
+        assert_eq!(json["spill_stores"], 0);
+    }
+}

@@ -1,0 +1,109 @@
+#!/usr/bin/env bash
+# What building for CUDA and `cargo xtask audit` need beyond Rust, none of it a GPU or a driver: LLVM
+# where the build looks for it, and ptxas, nvdisasm and libdevice. Does only what is missing.
+set -euo pipefail
+
+work=$(mktemp -d)
+trap 'rm -rf "$work"' EXIT
+
+# Where `tracel-llvm-bundler` 23.1.0-4 keeps LLVM, and the mark by which it knows that it is complete.
+llvm="${XDG_DATA_HOME:-$HOME/.local/share}/tracel/tracel-llvm-23.1.0-4"
+llvm_mark="$llvm/.tracel-llvm-installed"
+# All three wheels of one release: libdevice is in nvidia-nvvm, ptxas in nvidia-cuda-nvcc.
+cuda_version=13.2.78
+cuda="${XDG_CACHE_HOME:-$HOME/.cache}/burn-vision-attention/cuda"
+cuda_mark="$cuda/version"
+
+fail() {
+    echo "error: $*" >&2
+    exit 1
+}
+
+on_debian() { command -v apt-get >/dev/null && [ "$(id -u)" = 0 ]; }
+
+install_packages() {
+    apt-get update -qq
+    DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends "$@" >/dev/null
+}
+
+# Debian's static LLVM 23, laid out as the bundler's own download would be.
+provision_llvm() {
+    on_debian && [ "$(dpkg --print-architecture)" = amd64 ] || fail \
+        "LLVM is only installed on Debian, amd64, as root; elsewhere build once with" \
+        "\`cargo build -p kernel-audit --features llvm\`, which downloads it to $llvm"
+    # The archive this machine already uses, with the suite that carries LLVM 23.
+    local archive
+    archive=$(sed -nE 's#^(URIs: *|deb +(\[[^]]*\] +)?)(https?://[^ ]+/debian)/?( .*)?$#\3#p' \
+        /etc/apt/sources.list /etc/apt/sources.list.d/* 2>/dev/null | head -1 || true)
+    [ -n "$archive" ] || fail "no Debian archive among the apt sources: add one to /etc/apt/sources.list"
+    mkdir -p "$work"/{lists/partial,cache/archives/partial,debs,root}
+    echo "deb [signed-by=/usr/share/keyrings/debian-archive-keyring.gpg] $archive sid main" \
+        >"$work/sources.list"
+    # Lists of its own: the machine's packages stay those of its release.
+    local sid=(-qq -o "Dir::Etc::sourcelist=$work/sources.list" -o Dir::Etc::sourceparts=-
+        -o "Dir::State::lists=$work/lists" -o "Dir::Cache=$work/cache" -o APT::Sandbox::User=root)
+    apt-get "${sid[@]}" update
+    (cd "$work/debs" && apt-get "${sid[@]}" download llvm-23-dev llvm-23 libllvm23 libpolly-23-dev)
+    # What LLVM's static libraries link against, and a compiler for the build's own C++.
+    install_packages build-essential libz3-dev zlib1g-dev libzstd-dev libxml2-dev
+
+    local deb
+    for deb in "$work"/debs/*.deb; do dpkg -x "$deb" "$work/root"; done
+    local found="$work/root/usr/lib/llvm-23"
+    rm -f "$found/include/llvm" "$found/include/llvm-c"
+    mv "$work/root/usr/include/llvm-23/llvm" "$work/root/usr/include/llvm-c-23/llvm-c" "$found/include/"
+
+    # glibc before 2.38 has no C23 names for strtol and its kin.
+    cat >"$work/c23.c" <<'C'
+#include <stdlib.h>
+long __isoc23_strtol(const char *s, char **end, int base) { return strtol(s, end, base); }
+long long __isoc23_strtoll(const char *s, char **end, int base) { return strtoll(s, end, base); }
+unsigned long __isoc23_strtoul(const char *s, char **end, int base) { return strtoul(s, end, base); }
+unsigned long long __isoc23_strtoull(const char *s, char **end, int base) { return strtoull(s, end, base); }
+C
+    cc -std=c11 -O2 -fPIC -c "$work/c23.c" -o "$work/c23.o"
+    ar r "$found/lib/libLLVMSupport.a" "$work/c23.o" 2>/dev/null
+    # `llvm-config --system-libs` names libz3 by path, which the bundler turns into `-llibz3`.
+    ln -sf "$(find /usr/lib -name libz3.so | head -1)" "$found/lib/liblibz3.so"
+
+    mkdir -p "$(dirname "$llvm")"
+    rm -rf "$llvm"
+    mv "$found" "$llvm"
+    "$llvm/bin/llvm-config" --version >/dev/null
+    touch "$llvm_mark"
+}
+
+# The three files that are used of some 300 MB, laid out as a CUDA toolkit has them.
+provision_cuda() {
+    command -v python3 >/dev/null && python3 -m pip --version >/dev/null 2>&1 || {
+        on_debian || fail "pip is missing: install Python 3 with pip"
+        install_packages python3-pip
+    }
+    python3 -m pip install --quiet --no-deps --disable-pip-version-check --root-user-action=ignore \
+        --target "$work/wheels" "nvidia-cuda-nvcc==$cuda_version" \
+        "nvidia-cuda-nvdisasm==$cuda_version" "nvidia-nvvm==$cuda_version"
+    local from="$work/wheels/nvidia/cu13" to="$work/cuda"
+    mkdir -p "$to/bin" "$to/nvvm/libdevice"
+    mv "$from/bin/ptxas" "$from/bin/nvdisasm" "$to/bin/"
+    mv "$from/nvvm/libdevice/libdevice.10.bc" "$to/nvvm/libdevice/"
+    mv "$work"/wheels/nvidia_cuda_nvcc-*.dist-info/licenses "$to/"
+    "$to/bin/ptxas" --version >/dev/null
+    echo "$cuda_version" >"$to/version"
+    mkdir -p "$(dirname "$cuda")"
+    rm -rf "$cuda"
+    mv "$to" "$cuda"
+}
+
+if [ -e "$llvm_mark" ]; then
+    echo "LLVM: present in $llvm"
+else
+    provision_llvm
+    echo "LLVM: installed in $llvm"
+fi
+if [ "$(cat "$cuda_mark" 2>/dev/null)" = "$cuda_version" ]; then
+    echo "ptxas, nvdisasm, libdevice: present in $cuda"
+else
+    provision_cuda
+    echo "ptxas, nvdisasm, libdevice: installed in $cuda"
+fi
+echo "builds for CUDA find them by: export CUDA_PATH=$cuda"
