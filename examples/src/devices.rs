@@ -31,7 +31,9 @@ pub enum DeviceError {
     #[error("device `{0}` is not built in: run with `--features {0}`")]
     NotBuilt(&'static str),
     /// Creating a tensor on the device failed.
-    #[error("device `{name}` does not answer ({reason}): install its driver, or choose another device")]
+    #[error(
+        "device `{name}` does not answer ({reason}): install its driver, or choose another device"
+    )]
     Absent {
         /// The name asked for.
         name: &'static str,
