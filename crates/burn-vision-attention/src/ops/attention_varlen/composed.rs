@@ -35,28 +35,36 @@ impl ChunkSize {
 
 /// Output `[tokens, heads, value_dim]` and f32 lse `[tokens, heads]`.
 pub(super) fn composed(attention: &Attention<'_>) -> (Tensor<3>, Tensor<2>) {
-    let (mut outs, mut lses) = (Vec::new(), Vec::new());
-    let mut push = |(out, lse)| {
-        outs.push(out);
-        lses.push(lse);
-    };
-    for (queries, keys) in attention.segments_q.ranges().zip(attention.segments_k.ranges()) {
-        let band = Band::new(attention.options, queries.len(), keys.len());
-        let seeing = band.seeing_rows();
-        if seeing.start > 0 {
-            push(attention.unseeing(seeing.start));
-        }
-        if !seeing.is_empty() {
-            push(segment(attention, &queries, &keys, &band, &seeing));
-        }
-        if seeing.end < queries.len() {
-            push(attention.unseeing(queries.len() - seeing.end));
-        }
-    }
+    let parts = per_segment(attention, |tokens| attention.unseeing(tokens), segment);
+    let (outs, lses): (Vec<_>, Vec<_>) = parts.into_iter().unzip();
     if outs.is_empty() {
         return attention.unseeing(attention.sizes.tokens);
     }
     (Tensor::cat(outs, 0), Tensor::cat(lses, 0))
+}
+
+/// The parts of the output in token order: `segment` of the rows that see a key, and `unseeing` of the
+/// number of rows before and after them.
+pub(super) fn per_segment<T>(
+    attention: &Attention<'_>,
+    unseeing: impl Fn(usize) -> T,
+    segment: impl Fn(&Attention<'_>, &Range<usize>, &Range<usize>, &Band, &Range<usize>) -> T,
+) -> Vec<T> {
+    let mut parts = Vec::new();
+    for (queries, keys) in attention.segments_q.ranges().zip(attention.segments_k.ranges()) {
+        let band = Band::new(attention.options, queries.len(), keys.len());
+        let seeing = band.seeing_rows();
+        if seeing.start > 0 {
+            parts.push(unseeing(seeing.start));
+        }
+        if !seeing.is_empty() {
+            parts.push(segment(attention, &queries, &keys, &band, &seeing));
+        }
+        if seeing.end < queries.len() {
+            parts.push(unseeing(queries.len() - seeing.end));
+        }
+    }
+    parts
 }
 
 /// The rows of one segment that see a key.

@@ -6,7 +6,7 @@ use burn::tensor::module::attention as burn_attention;
 use burn::tensor::ops::AttentionModuleOptions;
 use burn::tensor::{Bool, Tensor};
 
-use super::composed::{ChunkSize, band_mask};
+use super::composed::{ChunkSize, band_mask, per_segment};
 use super::options::Band;
 use super::problem::Attention;
 use crate::norm::to_compute_dtype;
@@ -16,20 +16,7 @@ use crate::norm::to_compute_dtype;
 /// Backends without a fused `attention` materialise the scores of a call, so that long segments are
 /// passed on in chunks of queries and heads.
 pub(super) fn sdpa(attention: &Attention<'_>) -> Tensor<3> {
-    let mut outs = Vec::new();
-    for (queries, keys) in attention.segments_q.ranges().zip(attention.segments_k.ranges()) {
-        let band = Band::new(attention.options, queries.len(), keys.len());
-        let seeing = band.seeing_rows();
-        if seeing.start > 0 {
-            outs.push(attention.unseeing(seeing.start).0);
-        }
-        if !seeing.is_empty() {
-            outs.push(segment(attention, &queries, &keys, &band, &seeing));
-        }
-        if seeing.end < queries.len() {
-            outs.push(attention.unseeing(queries.len() - seeing.end).0);
-        }
-    }
+    let outs = per_segment(attention, |tokens| attention.unseeing(tokens).0, segment);
     if outs.is_empty() {
         return attention.unseeing(attention.sizes.tokens).0;
     }
