@@ -1,0 +1,1 @@
+//! CPU kernels for packed (variable-length) vision attention.
