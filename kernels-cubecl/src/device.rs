@@ -1,7 +1,7 @@
 //! Questions to a device that several operations ask.
 
 use cubecl::{
-    features::TypeUsage,
+    features::{Plane, TypeUsage},
     ir::{AddressType, DeviceProperties, ElemType},
     prelude::{BufferCompilationArg, TensorCompilationArg, TensorMetaCompilationArg},
 };
@@ -10,6 +10,32 @@ use crate::{TensorLayout, Unsupported};
 
 /// Most elements that 32-bit offsets reach.
 pub(crate) const MAX_32BIT_ELEMENTS: usize = u32::MAX as usize;
+
+/// What decides between register tiles.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum DeviceKind {
+    Gpu,
+    /// Software rasterisers: every read of shared memory is a loop over the lanes of a plane.
+    Software,
+    /// `CubeCL`'s CPU runtime: units that meet at barriers are threads.
+    Cpu,
+}
+
+impl DeviceKind {
+    pub(crate) fn of(properties: &DeviceProperties) -> Self {
+        let hardware = &properties.hardware;
+        let narrow = hardware.plane_size_min == hardware.plane_size_max
+            && hardware.plane_size_max <= 16
+            && !properties.features.plane.contains(Plane::Ops);
+        if hardware.num_cpu_cores.is_some() {
+            Self::Cpu
+        } else if narrow {
+            Self::Software
+        } else {
+            Self::Gpu
+        }
+    }
+}
 
 /// Checks that buffers of this element type can be read, written and converted to f32.
 pub(crate) fn check_dtype(

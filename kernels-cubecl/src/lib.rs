@@ -20,7 +20,13 @@ pub mod rope_qk_norm;
 mod tile;
 pub mod work_list;
 
-pub use attention_varlen::{AttentionBlueprint, AttentionProblem, AttentionTensors};
+pub use attention_varlen::{
+    AttentionBlueprint, AttentionProblem, AttentionTensors,
+    backward::{
+        AttentionGradBlueprint, AttentionGradProblem, AttentionGradTensors, GradPass,
+        GradPlacements, Placement,
+    },
+};
 pub use error::{LaunchError, Unsupported};
 pub use layout::TensorLayout;
 pub use rope_qk_norm::{

@@ -7,7 +7,7 @@
 use cubecl::{client::Client, prelude::*, server::Handle};
 use thiserror::Error;
 
-use crate::Unsupported;
+use crate::{LaunchError, Unsupported};
 
 /// Largest number of cubes on one grid axis that every device accepts. Some drivers report more
 /// than they take, so the reported value only ever lowers this.
@@ -176,6 +176,16 @@ impl DeviceWorkList {
     /// Whether there is no tile: the batch has no query token.
     pub fn is_empty(&self) -> bool {
         self.tiles == 0
+    }
+
+    /// Refuses the list if a property (name, expected, actual) differs.
+    pub(crate) fn check(properties: [(&'static str, usize, usize); 3]) -> Result<(), LaunchError> {
+        for (property, expected, actual) in properties {
+            if expected != actual {
+                return Err(LaunchError::WorkList { property, expected, actual });
+            }
+        }
+        Ok(())
     }
 }
 

@@ -6,48 +6,14 @@
 mod attention;
 mod common;
 
-use attention::{Case, Tiles, cumulative};
-use common::{F16, F32, Output, Random, client, max_error, upload};
-use cubecl::{client::Client, ir::ElemType};
+use attention::{Case, Tiles, cumulative, has_dtype, pairs, permuted, segments};
+use common::{F16, F32, Output, client, max_error, upload};
+use cubecl::ir::ElemType;
 use kernels_cubecl::{
     AttentionProblem, AttentionTensors, LaunchError, TensorLayout, Unsupported, WorkList,
     attention_varlen::{launch, supports},
 };
 use rstest::rstest;
-
-/// flash-attention's modes: all `max`, uniform in `max - 20 ..= max`, or in `max / 3 ..= max`; then
-/// every fifth and the last segment emptied.
-fn lengths(mode: &str, max: usize, segments: usize, random: &mut Random) -> Vec<usize> {
-    let mut lengths: Vec<usize> = (0..segments)
-        .map(|_| match mode {
-            "full" => max,
-            "random" => random.int(max.saturating_sub(20), max),
-            "third" => random.int(max / 3, max),
-            _ => panic!("unknown mode {mode}"),
-        })
-        .collect();
-    for i in (0..segments).step_by(5).chain([segments - 1]) {
-        lengths[i] = 0;
-    }
-    lengths
-}
-
-fn segments(mode: &str, max: usize, seed: u64) -> Vec<usize> {
-    lengths(mode, max, 7, &mut Random::new(seed))
-}
-
-fn has_dtype(client: &Client, dtype: ElemType) -> bool {
-    let layout = TensorLayout::contiguous([1, 1, 32]);
-    let problem = AttentionProblem::new(layout, layout, layout, dtype);
-    match supports(client.properties(), &problem) {
-        Ok(_) => true,
-        Err(error) => {
-            assert!(matches!(error, Unsupported::Dtype { .. }), "{error}");
-            println!("skipped: {error}");
-            false
-        }
-    }
-}
 
 #[rstest]
 fn head_dims(
@@ -105,18 +71,6 @@ fn value_dim_differs(#[case] head_dim: usize, #[case] value_dim: usize) {
     let mut case = Case::new(head_dim, &segments("third", 70, 3));
     case.value_dim = value_dim;
     case.check(&client, 3);
-}
-
-/// Query and key lengths of flash-attention's grid, shortened.
-const PAIRS: [(usize, usize); 9] =
-    [(1, 47), (47, 1), (13, 43), (43, 13), (32, 64), (64, 32), (33, 65), (65, 33), (100, 99)];
-
-fn pairs() -> Case {
-    let mut case = Case::new(64, &[]);
-    (case.lengths_q, case.lengths_k) = PAIRS.into_iter().unzip();
-    case.lengths_q.extend([5, 0, 0]);
-    case.lengths_k.extend([0, 5, 0]);
-    case
 }
 
 #[rstest]
@@ -225,16 +179,6 @@ fn nan_stays_in_its_segment() {
             assert!(out.is_nan() || !tainted.is_nan(), "element {i} lost its NaN");
         }
     }
-}
-
-fn permuted(shape: [usize; 3], order: [usize; 3], padding: usize) -> TensorLayout {
-    let mut strides = [0; 3];
-    let mut next = 1;
-    for axis in order.into_iter().rev() {
-        strides[axis] = next;
-        next = next * shape[axis] + padding;
-    }
-    TensorLayout { shape, strides }
 }
 
 #[rstest]

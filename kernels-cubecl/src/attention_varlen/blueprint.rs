@@ -2,15 +2,17 @@
 
 use core::fmt;
 
-use cubecl::{
-    features::Plane,
-    ir::{AddressType, DeviceProperties, ElemType},
-};
+use cubecl::ir::{AddressType, DeviceProperties, ElemType};
 
-use super::problem::{AttentionProblem, HEAD_DIMS};
+use super::{
+    kernel::ScoreOptions,
+    problem::{AttentionProblem, HEAD_DIMS},
+};
 use crate::{
     TensorLayout, Unsupported,
-    device::{MAX_32BIT_ELEMENTS, address_type, check_bindings, check_dtype, check_units},
+    device::{
+        DeviceKind, MAX_32BIT_ELEMENTS, address_type, check_bindings, check_dtype, check_units,
+    },
     layout::VECTOR,
     tile::{Simt, TileShape},
     work_list::MAX_TOKENS,
@@ -19,7 +21,7 @@ use crate::{
 /// Shared memory that a cube may use on any device, in bytes. WebGPU's guaranteed 16 KiB is less,
 /// and the device's own limit applies as well; more than this would halve the cubes that reside on
 /// one multiprocessor.
-const SHARED_MEMORY_BUDGET: usize = 32 * 1024;
+pub(super) const SHARED_MEMORY_BUDGET: usize = 32 * 1024;
 
 /// q, k, v, work list, out, lse.
 const BINDINGS: u32 = 6;
@@ -47,16 +49,10 @@ const CPU: Tiling = Tiling { units: (1, 1), register_tiles: &[(16, 8), (8, 8), (
 
 impl Tiling {
     fn of(properties: &DeviceProperties) -> &'static Self {
-        let hardware = &properties.hardware;
-        let narrow = hardware.plane_size_min == hardware.plane_size_max
-            && hardware.plane_size_max <= 16
-            && !properties.features.plane.contains(Plane::Ops);
-        if hardware.num_cpu_cores.is_some() {
-            &CPU
-        } else if narrow {
-            &SOFTWARE
-        } else {
-            &GPU
+        match DeviceKind::of(properties) {
+            DeviceKind::Gpu => &GPU,
+            DeviceKind::Software => &SOFTWARE,
+            DeviceKind::Cpu => &CPU,
         }
     }
 }
@@ -71,9 +67,7 @@ pub struct AttentionBlueprint {
     pub(super) dtype: ElemType,
     /// Elements per read of q, k and v.
     pub(super) vectors: [usize; 3],
-    pub(super) bounded_left: bool,
-    pub(super) bounded_right: bool,
-    pub(super) softcap: bool,
+    pub(super) options: ScoreOptions,
     pub(super) address_type: AddressType,
 }
 
@@ -102,13 +96,10 @@ impl AttentionBlueprint {
     pub fn serves(&self, problem: &AttentionProblem) -> bool {
         let asked = [problem.head_dim(), problem.value_dim()];
         let own = [self.shape.head_dim, self.shape.value_dim];
-        let (left, right) = problem.band();
         own == asked
             && self.dtype == problem.dtype
             && self.vectors == vectors(problem)
-            && self.bounded_left == left.is_some()
-            && self.bounded_right == right.is_some()
-            && self.softcap == problem.softcap.is_some()
+            && self.options == ScoreOptions::of(problem)
             && (self.address_type == AddressType::U64
                 || tensors(problem).iter().all(|(_, tensor)| tensor.span() <= MAX_32BIT_ELEMENTS))
     }
@@ -131,6 +122,24 @@ impl fmt::Display for AttentionBlueprint {
             self.shared_memory(),
             self.address_type,
         )?;
+        fmt::Display::fmt(&self.options, f)
+    }
+}
+
+impl ScoreOptions {
+    pub(super) fn of(problem: &AttentionProblem) -> Self {
+        let (left, right) = problem.band();
+        Self {
+            bounded_left: left.is_some(),
+            bounded_right: right.is_some(),
+            softcap: problem.softcap.is_some(),
+        }
+    }
+}
+
+/// Each option that is set, after a space.
+impl fmt::Display for ScoreOptions {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         for (set, name) in [
             (self.bounded_left, "left-bounded"),
             (self.bounded_right, "right-bounded"),
@@ -159,23 +168,16 @@ pub fn supports(
     problem: &AttentionProblem,
 ) -> Result<AttentionBlueprint, Unsupported> {
     problem.check();
-    check_dtype(properties, "q, k, v", problem.dtype)?;
-    check_head_dim("q, k", problem.head_dim())?;
-    check_head_dim("v", problem.value_dim())?;
-    check_tokens("q", problem.tokens_q())?;
-    check_tokens("k, v", problem.tokens_k())?;
+    check_problem(properties, problem)?;
     check_bindings(properties, BINDINGS)?;
     let shape = tile_shape(properties, problem)?;
     check_units(properties, shape.units() as u32)?;
     let address_type = address_type(properties, &tensors(problem))?;
-    let (left, right) = problem.band();
     Ok(AttentionBlueprint {
         shape,
         dtype: problem.dtype,
         vectors: vectors(problem),
-        bounded_left: left.is_some(),
-        bounded_right: right.is_some(),
-        softcap: problem.softcap.is_some(),
+        options: ScoreOptions::of(problem),
         address_type,
     })
 }
@@ -191,6 +193,18 @@ fn tensors(problem: &AttentionProblem) -> [(&'static str, TensorLayout); 4] {
         ("v", problem.v),
         ("out", TensorLayout::contiguous(problem.out_shape())),
     ]
+}
+
+/// Checks what forward and backward ask for alike.
+pub(super) fn check_problem(
+    properties: &DeviceProperties,
+    problem: &AttentionProblem,
+) -> Result<(), Unsupported> {
+    check_dtype(properties, "q, k, v", problem.dtype)?;
+    check_head_dim("q, k", problem.head_dim())?;
+    check_head_dim("v", problem.value_dim())?;
+    check_tokens("q", problem.tokens_q())?;
+    check_tokens("k, v", problem.tokens_k())
 }
 
 fn check_head_dim(argument: &'static str, head_dim: usize) -> Result<(), Unsupported> {

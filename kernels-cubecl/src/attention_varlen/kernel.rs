@@ -8,23 +8,38 @@ use crate::{
     work_list::TILE_WORDS,
 };
 
+/// Which sides of the band are bounded, and whether scores are capped.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub(super) struct ScoreOptions {
+    pub bounded_left: bool,
+    pub bounded_right: bool,
+    pub softcap: bool,
+}
+
+impl ScoreOptions {
+    /// The same with queries and keys swapped.
+    pub(super) fn transposed(self) -> Self {
+        Self { bounded_left: self.bounded_right, bounded_right: self.bounded_left, ..self }
+    }
+}
+
 /// The query tile of one cube.
 #[derive(CubeType)]
-struct WorkItem {
-    q_start: usize,
-    q_rows: i32,
-    k_start: usize,
-    band: Band,
+pub(super) struct WorkItem {
+    pub q_start: usize,
+    pub q_rows: i32,
+    pub k_start: usize,
+    pub band: Band,
 }
 
 /// Reads entry `tile` of the work list.
 #[cube]
-fn work_item(
+pub(super) fn work_item(
     work: &[i32],
     tile: u32,
     left: i32,
     right: i32,
-    #[comptime] blueprint: AttentionBlueprint,
+    #[comptime] options: ScoreOptions,
 ) -> WorkItem {
     let item = tile as usize * TILE_WORDS;
     WorkItem {
@@ -36,8 +51,8 @@ fn work_item(
             left,
             right,
             k_len: work[item + 3],
-            bounded_left: comptime!(blueprint.bounded_left),
-            bounded_right: comptime!(blueprint.bounded_right),
+            bounded_left: comptime!(options.bounded_left),
+            bounded_right: comptime!(options.bounded_right),
         },
     }
 }
@@ -74,7 +89,7 @@ pub(super) fn attention_varlen<T: TileAlgebra, F: Float, NQ: Size, NK: Size, NV:
     }
     let head = (cube / tiles) as usize;
     let head_kv = head / heads_per_kv as usize;
-    let item = work_item(work, cube % tiles, left, right, blueprint);
+    let item = work_item(work, cube % tiles, left, right, blueprint.options);
     let band = item.band;
     let q_rows = item.q_rows;
 
@@ -99,7 +114,7 @@ pub(super) fn attention_varlen<T: TileAlgebra, F: Float, NQ: Size, NK: Size, NV:
         T::load_key::<F, NK>(&mut workspace, k, k_origin, keys, shape);
         sync_cube();
         T::mma_ab_t(&workspace, &mut scores, shape);
-        if comptime!(blueprint.softcap) {
+        if comptime!(blueprint.options.softcap) {
             T::softcap(&mut scores, softcap, shape);
         }
         T::mask(&mut scores, &band, key, shape);

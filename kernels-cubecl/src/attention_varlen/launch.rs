@@ -67,9 +67,7 @@ pub fn launch(
     let AttentionTensors { q, k, v, out, lse } = tensors;
     // Empty buffers cannot be bound. Without key tokens the kernel never reads k and v.
     let (k, v) = if problem.tokens_k() == 0 { (q.clone(), q.clone()) } else { (k, v) };
-    let (left, right) = problem.band();
-    // Beyond the longest segment a window is unbounded; the clamp keeps sums inside i32.
-    let bound = |side: Option<usize>| side.unwrap_or(0).min(2 * MAX_TOKENS) as i32;
+    let (left, right) = bounds(problem);
     let cap = problem.softcap.unwrap_or(1.0);
     // SAFETY: the work list holds `work.tiles` entries of the token counts checked against the
     // problem, and the tensors reach no further than their buffers, as checked above; the kernel
@@ -91,8 +89,8 @@ pub fn launch(
             (heads / problem.heads_kv()) as u32,
             problem.softmax_scale / cap,
             cap,
-            bound(left),
-            bound(right),
+            left,
+            right,
             f32::NEG_INFINITY,
             *blueprint,
             blueprint.dtype,
@@ -104,21 +102,24 @@ pub fn launch(
     Ok(())
 }
 
+/// The window's sides; 0 where unbounded. Beyond the longest segment a window is unbounded; the
+/// clamp keeps sums inside i32.
+pub(super) fn bounds(problem: &AttentionProblem) -> (i32, i32) {
+    let bound = |side: Option<usize>| side.unwrap_or(0).min(2 * MAX_TOKENS) as i32;
+    let (left, right) = problem.band();
+    (bound(left), bound(right))
+}
+
 fn check_work(
     problem: &AttentionProblem,
     work: &DeviceWorkList,
     tile_q: usize,
 ) -> Result<(), LaunchError> {
-    for (property, expected, actual) in [
+    DeviceWorkList::check([
         ("tile_q", tile_q, work.tile_q),
         ("query tokens", problem.tokens_q(), work.tokens_q),
         ("key tokens", problem.tokens_k(), work.tokens_k),
-    ] {
-        if expected != actual {
-            return Err(LaunchError::WorkList { property, expected, actual });
-        }
-    }
-    Ok(())
+    ])
 }
 
 fn check_tensors(

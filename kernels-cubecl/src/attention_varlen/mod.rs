@@ -3,8 +3,9 @@
 //!
 //! Online softmax after Dao et al., "FlashAttention" (2022) and "FlashAttention-2" (2023): query
 //! tiles stay, key and value tiles stream past, and the running row maximum and row sum rescale
-//! what has been accumulated.
+//! what has been accumulated. Gradients are in [`backward`].
 
+pub mod backward;
 mod blueprint;
 mod kernel;
 mod launch;

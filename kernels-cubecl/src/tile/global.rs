@@ -37,7 +37,11 @@ pub(crate) fn load_rows<F: Float, N: Size>(
 /// Four elements from element `at` on, as f32: one read where the tensor is bound in vectors of 4,
 /// else one per element.
 #[cube]
-fn read_vector<F: Float, N: Size>(source: &Tensor<Vector<F, N>>, at: usize, stride: usize) -> F4 {
+pub(crate) fn read_vector<F: Float, N: Size>(
+    source: &Tensor<Vector<F, N>>,
+    at: usize,
+    stride: usize,
+) -> F4 {
     let vector_size = N::value();
     if comptime!(vector_size == 4) {
         F4::cast_from(source[at / 4])
@@ -49,4 +53,15 @@ fn read_vector<F: Float, N: Size>(source: &Tensor<Vector<F, N>>, at: usize, stri
         }
         value
     }
+}
+
+/// `sum + a . b`, one fused multiply-add per element.
+#[cube]
+pub(crate) fn dot(a: F4, b: F4, sum: f32) -> f32 {
+    let mut total = sum;
+    #[unroll]
+    for e in 0..4usize {
+        total = fma(a.extract(e), b.extract(e), total);
+    }
+    total
 }

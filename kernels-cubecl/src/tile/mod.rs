@@ -7,9 +7,12 @@
 
 mod band;
 mod global;
+mod gradient;
 mod simt;
 
 pub use band::Band;
+pub(crate) use global::{dot, read_vector};
+pub use gradient::{Axis, F2, GradientAlgebra, GradientShape, Product};
 pub use simt::Simt;
 
 use cubecl::prelude::*;
@@ -45,6 +48,51 @@ impl TileShape {
     /// Units of one cube.
     pub fn units(&self) -> usize {
         self.units_x * self.units_y
+    }
+
+    /// How the units share a score tile.
+    pub fn grid(&self) -> UnitGrid {
+        UnitGrid {
+            x: self.units_x,
+            y: self.units_y,
+            rows: self.q_rows / self.units_y,
+            columns: self.k_rows / self.units_x,
+        }
+    }
+}
+
+/// How the units of a cube share a tile: `y` runs over rows, `x` over columns.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct UnitGrid {
+    /// Units along columns.
+    pub x: usize,
+    /// Units along rows.
+    pub y: usize,
+    /// Rows of a tile that each unit has a part of.
+    pub rows: usize,
+    /// Columns of a score tile that each unit has a part of.
+    pub columns: usize,
+}
+
+impl UnitGrid {
+    /// Units of one cube.
+    pub fn units(&self) -> usize {
+        self.x * self.y
+    }
+
+    /// Rows of a tile.
+    pub fn tile_rows(&self) -> usize {
+        self.y * self.rows
+    }
+
+    /// Columns of a score tile.
+    pub fn tile_columns(&self) -> usize {
+        self.x * self.columns
+    }
+
+    /// Vectors of 4 that each unit has of an output row of `width` elements.
+    pub fn vectors(&self, width: usize) -> usize {
+        (width / 4).div_ceil(self.x)
     }
 }
 

@@ -6,7 +6,7 @@ use cubecl::{
     ir::{DeviceProperties, ElemType},
 };
 use kernels_cubecl::{
-    AttentionProblem, AttentionTensors, TensorLayout, WorkList,
+    AttentionProblem, AttentionTensors, TensorLayout, Unsupported, WorkList,
     attention_varlen::{launch, supports},
 };
 
@@ -107,7 +107,8 @@ impl Case {
         inputs
     }
 
-    fn sees(&self, row: usize, q_len: usize, key: usize, k_len: usize) -> bool {
+    /// Whether a query of a segment sees a key of it.
+    pub fn sees(&self, row: usize, q_len: usize, key: usize, k_len: usize) -> bool {
         let diagonal = row as i64 + k_len as i64 - q_len as i64;
         let (left, right) = self.window;
         let right = if self.is_causal { Some(0) } else { right };
@@ -219,4 +220,64 @@ pub fn cumulative(lengths: &[usize]) -> Vec<usize> {
         offsets.push(offsets[offsets.len() - 1] + length);
     }
     offsets
+}
+
+/// flash-attention's modes: all `max`, uniform in `max - 20 ..= max`, or in `max / 3 ..= max`; then
+/// every fifth and the last segment emptied.
+fn lengths(mode: &str, max: usize, segments: usize, random: &mut Random) -> Vec<usize> {
+    let mut lengths: Vec<usize> = (0..segments)
+        .map(|_| match mode {
+            "full" => max,
+            "random" => random.int(max.saturating_sub(20), max),
+            "third" => random.int(max / 3, max),
+            _ => panic!("unknown mode {mode}"),
+        })
+        .collect();
+    for i in (0..segments).step_by(5).chain([segments - 1]) {
+        lengths[i] = 0;
+    }
+    lengths
+}
+
+/// Lengths of 7 segments.
+pub fn segments(mode: &str, max: usize, seed: u64) -> Vec<usize> {
+    lengths(mode, max, 7, &mut Random::new(seed))
+}
+
+/// Whether the device has buffers of this type.
+pub fn has_dtype(client: &Client, dtype: ElemType) -> bool {
+    let layout = TensorLayout::contiguous([1, 1, 32]);
+    let problem = AttentionProblem::new(layout, layout, layout, dtype);
+    match supports(client.properties(), &problem) {
+        Ok(_) => true,
+        Err(error) => {
+            assert!(matches!(error, Unsupported::Dtype { .. }), "{error}");
+            println!("skipped: {error}");
+            false
+        }
+    }
+}
+
+/// Query and key lengths of flash-attention's grid, shortened.
+const PAIRS: [(usize, usize); 9] =
+    [(1, 47), (47, 1), (13, 43), (43, 13), (32, 64), (64, 32), (33, 65), (65, 33), (100, 99)];
+
+/// All pairs, and segments that are empty on either side.
+pub fn pairs() -> Case {
+    let mut case = Case::new(64, &[]);
+    (case.lengths_q, case.lengths_k) = PAIRS.into_iter().unzip();
+    case.lengths_q.extend([5, 0, 0]);
+    case.lengths_k.extend([0, 5, 0]);
+    case
+}
+
+/// A layout with the axes in this order, outermost first, each padded.
+pub fn permuted(shape: [usize; 3], order: [usize; 3], padding: usize) -> TensorLayout {
+    let mut strides = [0; 3];
+    let mut next = 1;
+    for axis in order.into_iter().rev() {
+        strides[axis] = next;
+        next = next * shape[axis] + padding;
+    }
+    TensorLayout { shape, strides }
 }

@@ -140,7 +140,8 @@ pub struct Output {
     shape: Vec<usize>,
 }
 
-const POISON: u8 = 0xFF;
+/// Every byte of an output before a kernel writes it: NaN in all element types.
+pub const POISON: u8 = 0xFF;
 
 impl Output {
     pub fn new(client: &Client, dtype: ElemType, shape: &[usize]) -> Self {

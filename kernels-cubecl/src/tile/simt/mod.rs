@@ -8,11 +8,12 @@
 
 use cubecl::prelude::*;
 
+mod gradient;
 mod product;
 mod store;
 
 use super::{
-    Band, MASKED, MASKED_THRESHOLD, TileAlgebra, TileShape,
+    Band, MASKED, MASKED_THRESHOLD, TileAlgebra, TileShape, UnitGrid,
     global::{F4, load_rows},
 };
 
@@ -28,7 +29,7 @@ pub struct SimtWorkspace {
     partial: Shared<[f32]>,
 }
 
-/// Register-tile sizes that follow from a [`TileShape`].
+/// Sizes that follow from a [`TileShape`].
 #[derive(Clone, Copy)]
 struct RegisterTile {
     rows: usize,
@@ -41,15 +42,21 @@ struct RegisterTile {
 
 impl RegisterTile {
     fn of(shape: TileShape) -> Self {
+        let grid = shape.grid();
         Self {
-            rows: shape.q_rows / shape.units_y,
-            keys: shape.k_rows / shape.units_x,
-            columns: (shape.value_dim / 4).div_ceil(shape.units_x),
-            query_pitch: shape.head_dim / 4 + 1,
-            key_value_pitch: shape.head_dim.max(shape.value_dim) / 4 + 1,
-            weights_pitch: shape.units_y * (shape.q_rows / shape.units_y).div_ceil(4) + 1,
+            rows: grid.rows,
+            keys: grid.columns,
+            columns: grid.vectors(shape.value_dim),
+            query_pitch: pitch(shape.head_dim),
+            key_value_pitch: pitch(shape.head_dim.max(shape.value_dim)),
+            weights_pitch: product::weights_pitch(grid),
         }
     }
+}
+
+/// Vectors of 4 between shared rows of `width` elements.
+fn pitch(width: usize) -> usize {
+    width / 4 + 1
 }
 
 impl Simt {
@@ -62,22 +69,45 @@ impl Simt {
     }
 }
 
-/// This unit's position along keys and output columns.
+/// This unit's position along columns.
 #[cube]
-fn unit_x(#[comptime] shape: TileShape) -> usize {
-    UNIT_POS as usize % shape.units_x
+fn unit_x(#[comptime] grid: UnitGrid) -> usize {
+    UNIT_POS as usize % grid.x
 }
 
-/// This unit's position along query rows.
+/// This unit's position along rows.
 #[cube]
-fn unit_y(#[comptime] shape: TileShape) -> usize {
-    UNIT_POS as usize / shape.units_x
+fn unit_y(#[comptime] grid: UnitGrid) -> usize {
+    UNIT_POS as usize / grid.x
 }
 
-/// First query row of this unit.
+/// First row of this unit.
 #[cube]
-fn first_row(#[comptime] shape: TileShape) -> usize {
-    unit_y(shape) * comptime!(RegisterTile::of(shape).rows)
+fn first_row(#[comptime] grid: UnitGrid) -> usize {
+    unit_y(grid) * grid.rows
+}
+
+/// `scores = cap * tanh(scores)`.
+#[cube]
+fn softcap(scores: &mut Array<f32>, cap: f32, #[comptime] grid: UnitGrid) {
+    #[unroll]
+    for i in 0..comptime!(grid.rows * grid.columns) {
+        // tanh(x) = 1 - 2 / (exp(2x) + 1): saturates on both sides and keeps NaN, which built-in
+        // tanh does not promise.
+        scores[i] = cap * (1.0f32 - 2.0f32 / (f32::exp(2.0f32 * scores[i]) + 1.0f32));
+    }
+}
+
+/// Zeros of an output tile `width` elements wide.
+#[cube]
+fn zeros(#[comptime] width: usize, #[comptime] grid: UnitGrid) -> Array<F4> {
+    let length = comptime!(grid.rows * grid.vectors(width));
+    let mut output = Array::<F4>::new(length);
+    #[unroll]
+    for i in 0..length {
+        output[i] = F4::new(0.0f32);
+    }
+    output
 }
 
 #[cube]
@@ -103,13 +133,7 @@ impl TileAlgebra for Simt {
     }
 
     fn output(#[comptime] shape: TileShape) -> Array<F4> {
-        let tile = comptime!(RegisterTile::of(shape));
-        let mut output = Array::<F4>::new(comptime!(tile.rows * tile.columns));
-        #[unroll]
-        for i in 0..comptime!(tile.rows * tile.columns) {
-            output[i] = F4::new(0.0f32);
-        }
-        output
+        zeros(shape.value_dim, comptime!(shape.grid()))
     }
 
     fn rows(value: f32, #[comptime] shape: TileShape) -> Array<f32> {
@@ -187,11 +211,28 @@ impl TileAlgebra for Simt {
     }
 
     fn mma_ab_t(workspace: &SimtWorkspace, scores: &mut Array<f32>, #[comptime] shape: TileShape) {
-        product::mma_ab_t(workspace, scores, shape);
+        let tile = comptime!(RegisterTile::of(shape));
+        product::mma_ab_t(
+            &workspace.query,
+            &workspace.key_value,
+            scores,
+            comptime!(shape.head_dim / 4),
+            tile.query_pitch,
+            tile.key_value_pitch,
+            comptime!(shape.grid()),
+        );
     }
 
     fn mma_ab(workspace: &SimtWorkspace, output: &mut Array<F4>, #[comptime] shape: TileShape) {
-        product::mma_ab(workspace, output, shape);
+        let tile = comptime!(RegisterTile::of(shape));
+        product::mma_ab(
+            &workspace.weights,
+            &workspace.key_value,
+            output,
+            comptime!(shape.value_dim / 4),
+            tile.key_value_pitch,
+            comptime!(shape.grid()),
+        );
     }
 
     fn stage_weights(
@@ -199,23 +240,18 @@ impl TileAlgebra for Simt {
         weights: &Array<f32>,
         #[comptime] shape: TileShape,
     ) {
-        product::stage_weights(workspace, weights, shape);
+        product::stage_weights(&mut workspace.weights, weights, comptime!(shape.grid()));
     }
 
     fn softcap(scores: &mut Array<f32>, cap: f32, #[comptime] shape: TileShape) {
-        let tile = comptime!(RegisterTile::of(shape));
-        #[unroll]
-        for i in 0..comptime!(tile.rows * tile.keys) {
-            // tanh(x) = 1 - 2 / (exp(2x) + 1): saturates on both sides and keeps NaN, which
-            // built-in tanh does not promise.
-            scores[i] = cap * (1.0f32 - 2.0f32 / (f32::exp(2.0f32 * scores[i]) + 1.0f32));
-        }
+        softcap(scores, cap, comptime!(shape.grid()));
     }
 
     fn mask(scores: &mut Array<f32>, band: &Band, first_key: i32, #[comptime] shape: TileShape) {
         let tile = comptime!(RegisterTile::of(shape));
-        let row = first_row(shape) as i32;
-        let key = first_key + unit_x(shape) as i32;
+        let grid = comptime!(shape.grid());
+        let row = first_row(grid) as i32;
+        let key = first_key + unit_x(grid) as i32;
         #[unroll]
         for r in 0..tile.rows {
             #[unroll]
@@ -236,7 +272,8 @@ impl TileAlgebra for Simt {
         #[comptime] shape: TileShape,
     ) {
         let tile = comptime!(RegisterTile::of(shape));
-        let at = first_row(shape) * shape.units_x;
+        let grid = comptime!(shape.grid());
+        let at = first_row(grid) * shape.units_x;
         #[unroll]
         for r in 0..tile.rows {
             let mut own = scores[comptime!(r * tile.keys)];
@@ -244,7 +281,7 @@ impl TileAlgebra for Simt {
             for c in 1..tile.keys {
                 own = max(own, scores[comptime!(r * tile.keys + c)]);
             }
-            workspace.partial[at + comptime!(r * shape.units_x) + unit_x(shape)] = own;
+            workspace.partial[at + comptime!(r * shape.units_x) + unit_x(grid)] = own;
         }
         sync_cube();
         #[unroll]

@@ -1,65 +1,86 @@
-//! The two matrix products.
+//! The two matrix products on operands in shared memory.
 
 use cubecl::prelude::*;
 
-use super::{RegisterTile, SimtWorkspace, first_row, unit_x, unit_y};
-use crate::tile::{TileShape, global::F4};
+use super::{first_row, unit_x, unit_y};
+use crate::tile::{
+    UnitGrid,
+    global::{F4, dot},
+};
 
-/// `scores = query * key^T`.
+/// Vectors of 4 that the weights of a unit's rows take.
+pub(super) fn groups(grid: UnitGrid) -> usize {
+    grid.rows.div_ceil(4)
+}
+
+/// Vectors of 4 between the weights of neighbouring columns.
+pub(super) fn weights_pitch(grid: UnitGrid) -> usize {
+    grid.y * groups(grid) + 1
+}
+
+/// `scores = rows * columns^T` over `width` vectors of 4. Rows and columns of the operands lie
+/// `row_pitch` and `column_pitch` vectors apart.
 #[cube]
 pub(super) fn mma_ab_t(
-    workspace: &SimtWorkspace,
+    rows: &[F4],
+    columns: &[F4],
     scores: &mut Array<f32>,
-    #[comptime] shape: TileShape,
+    #[comptime] width: usize,
+    #[comptime] row_pitch: usize,
+    #[comptime] column_pitch: usize,
+    #[comptime] grid: UnitGrid,
 ) {
-    let tile = comptime!(RegisterTile::of(shape));
-    let query_at = first_row(shape) * tile.query_pitch;
-    let key_at = unit_x(shape) * tile.key_value_pitch;
+    let row_at = first_row(grid) * row_pitch;
+    let column_at = unit_x(grid) * column_pitch;
     #[unroll]
-    for i in 0..comptime!(tile.rows * tile.keys) {
+    for i in 0..comptime!(grid.rows * grid.columns) {
         scores[i] = 0.0f32;
     }
-    for d in 0..comptime!(shape.head_dim / 4) {
-        let mut query = Array::<F4>::new(tile.rows);
+    for d in 0..width {
+        let mut own = Array::<F4>::new(grid.rows);
         #[unroll]
-        for r in 0..tile.rows {
-            query[r] = workspace.query[query_at + comptime!(r * tile.query_pitch) + d];
+        for r in 0..grid.rows {
+            own[r] = rows[row_at + comptime!(r * row_pitch) + d];
         }
         #[unroll]
-        for c in 0..tile.keys {
-            let pitch = comptime!(c * shape.units_x * tile.key_value_pitch);
-            let key = workspace.key_value[key_at + pitch + d];
+        for c in 0..grid.columns {
+            let column = columns[column_at + comptime!(c * grid.x * column_pitch) + d];
             #[unroll]
-            for r in 0..tile.rows {
-                let i = comptime!(r * tile.keys + c);
-                scores[i] = multiply_add(query[r], key, scores[i]);
+            for r in 0..grid.rows {
+                let i = comptime!(r * grid.columns + c);
+                scores[i] = dot(own[r], column, scores[i]);
             }
         }
     }
 }
 
-/// `output += weights * value`.
+/// `output += weights * values` over `width` vectors of 4, with the weights last given to
+/// [`stage_weights`]. Rows of `values` lie `pitch` vectors apart.
 #[cube]
 pub(super) fn mma_ab(
-    workspace: &SimtWorkspace,
+    weights: &[F4],
+    values: &[F4],
     output: &mut Array<F4>,
-    #[comptime] shape: TileShape,
+    #[comptime] width: usize,
+    #[comptime] pitch: usize,
+    #[comptime] grid: UnitGrid,
 ) {
-    let tile = comptime!(RegisterTile::of(shape));
-    let groups = comptime!(tile.rows.div_ceil(4));
-    for k in 0..shape.k_rows {
-        let mut weights = Array::<F4>::new(groups);
+    let groups = comptime!(groups(grid));
+    let weights_pitch = comptime!(weights_pitch(grid));
+    let vectors = comptime!(grid.vectors(4 * width));
+    for k in 0..comptime!(grid.tile_columns()) {
+        let mut own = Array::<F4>::new(groups);
         #[unroll]
         for g in 0..groups {
-            weights[g] = workspace.weights[k * tile.weights_pitch + unit_y(shape) * groups + g];
+            own[g] = weights[k * weights_pitch + unit_y(grid) * groups + g];
         }
         #[unroll]
-        for c in 0..tile.columns {
-            let value = workspace.key_value[k * tile.key_value_pitch + column(c, shape)];
+        for c in 0..vectors {
+            let value = values[k * pitch + column(c, width, grid)];
             #[unroll]
-            for r in 0..tile.rows {
-                let i = comptime!(r * tile.columns + c);
-                let weight = weights[comptime!(r / 4)].extract(comptime!(r % 4));
+            for r in 0..grid.rows {
+                let i = comptime!(r * vectors + c);
+                let weight = own[comptime!(r / 4)].extract(comptime!(r % 4));
                 output[i] = fma(F4::new(weight), value, output[i]);
             }
         }
@@ -68,49 +89,29 @@ pub(super) fn mma_ab(
 
 /// Hands the weights over to [`mma_ab`].
 #[cube]
-pub(super) fn stage_weights(
-    workspace: &mut SimtWorkspace,
-    weights: &Array<f32>,
-    #[comptime] shape: TileShape,
-) {
-    let tile = comptime!(RegisterTile::of(shape));
-    let groups = comptime!(tile.rows.div_ceil(4));
+pub(super) fn stage_weights(staged: &mut [F4], weights: &Array<f32>, #[comptime] grid: UnitGrid) {
+    let groups = comptime!(groups(grid));
+    let pitch = comptime!(weights_pitch(grid));
     #[unroll]
-    for c in 0..tile.keys {
-        let key = unit_x(shape) + comptime!(c * shape.units_x);
-        let at = key * tile.weights_pitch + unit_y(shape) * groups;
+    for c in 0..grid.columns {
+        let column = unit_x(grid) + comptime!(c * grid.x);
+        let at = column * pitch + unit_y(grid) * groups;
         #[unroll]
         for g in 0..groups {
             let mut group = F4::new(0.0f32);
             #[unroll]
-            for r in comptime!(4 * g)..comptime!(tile.rows.min(4 * g + 4)) {
-                group.insert(comptime!(r % 4), weights[comptime!(r * tile.keys + c)]);
+            for r in comptime!(4 * g)..comptime!(grid.rows.min(4 * g + 4)) {
+                group.insert(comptime!(r % 4), weights[comptime!(r * grid.columns + c)]);
             }
-            workspace.weights[at + g] = group;
+            staged[at + g] = group;
         }
     }
 }
 
 /// Output vector `c` of this unit. Where the units do not divide the row evenly, the last ones
-/// recompute the last column instead of reading past the row; [`Simt::store`] drops it.
+/// recompute the last column instead of reading past the row; storing drops it.
 #[cube]
-fn column(#[comptime] c: usize, #[comptime] shape: TileShape) -> usize {
-    let width = comptime!(shape.value_dim / 4);
-    let column = unit_x(shape) + comptime!(c * shape.units_x);
-    if comptime!((c + 1) * shape.units_x > width) {
-        min(column, comptime!(width - 1))
-    } else {
-        column
-    }
-}
-
-/// `sum + a . b`, one fused multiply-add per element.
-#[cube]
-fn multiply_add(a: F4, b: F4, sum: f32) -> f32 {
-    let mut total = sum;
-    #[unroll]
-    for e in 0..4usize {
-        total = fma(a.extract(e), b.extract(e), total);
-    }
-    total
+fn column(#[comptime] c: usize, #[comptime] width: usize, #[comptime] grid: UnitGrid) -> usize {
+    let column = unit_x(grid) + comptime!(c * grid.x);
+    if comptime!((c + 1) * grid.x > width) { min(column, comptime!(width - 1)) } else { column }
 }

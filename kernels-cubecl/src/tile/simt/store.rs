@@ -21,12 +21,13 @@ pub(super) fn store<F: Float>(
     #[comptime] shape: TileShape,
 ) {
     let tile = comptime!(RegisterTile::of(shape));
+    let grid = comptime!(shape.grid());
     let width = comptime!(shape.value_dim / 4);
-    let row = first_row(shape);
+    let row = first_row(grid);
     let at = row * shape.units_x;
     #[unroll]
     for r in 0..tile.rows {
-        workspace.partial[at + comptime!(r * shape.units_x) + unit_x(shape)] = sum[r];
+        workspace.partial[at + comptime!(r * shape.units_x) + unit_x(grid)] = sum[r];
     }
     sync_cube();
     #[unroll]
@@ -40,12 +41,12 @@ pub(super) fn store<F: Float>(
         let inverse = select(empty, f32::new(0.0f32), 1.0f32 / total);
         let target = target_row + (row + r) * row_stride;
         if ((row + r) as u32) < valid {
-            if unit_x(shape) == 0 {
+            if unit_x(grid) == 0 {
                 lse[target] = select(empty, minus_infinity, maximum[r] + f32::ln(total));
             }
             #[unroll]
             for c in 0..tile.columns {
-                let column = unit_x(shape) + comptime!(c * shape.units_x);
+                let column = unit_x(grid) + comptime!(c * shape.units_x);
                 if column < width {
                     let value = output[comptime!(r * tile.columns + c)] * F4::new(inverse);
                     out[target * width + column] = Vector::cast_from(value);

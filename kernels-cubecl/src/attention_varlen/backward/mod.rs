@@ -1,0 +1,24 @@
+//! Gradients of packed variable-length attention, recomputed tile by tile in memory linear in
+//! tokens.
+//!
+//! With `s` the scores after scale, softcap and mask, and everything segment by segment:
+//!
+//! ```text
+//! delta = rowsum(out * d_out) - d_lse        p  = exp(s - lse)
+//! dp    = d_out v^T                          ds = p * (dp - delta) * (1 - (s / softcap)^2)
+//! dq    = softmax_scale * ds k               dv = p^T d_out
+//! dk    = softmax_scale * ds^T q
+//! ```
+//!
+//! after Dao, "FlashAttention-2" (2023), algorithm 2, in three passes without atomics, so that equal
+//! inputs give equal bits: lse and delta of every query; queries stay and keys stream past for dq;
+//! keys stay and the queries of all their heads stream past for dk and dv.
+
+mod blueprint;
+mod kernel;
+mod launch;
+mod problem;
+
+pub use blueprint::{AttentionGradBlueprint, GradPass, supports};
+pub use launch::{AttentionGradTensors, kernel, launch};
+pub use problem::{AttentionGradProblem, GradPlacements, Placement};
