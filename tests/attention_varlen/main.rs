@@ -1,90 +1,18 @@
 //! Laws of packed attention, for every implementation on every device.
 
-use std::sync::OnceLock;
+mod gradients;
+mod problem;
 
-use burn::tensor::{DType, Device, Tensor};
+use burn::tensor::{DType, Tensor};
 use burn_vision_attention::{
     AttentionImplementation, AttentionOptions, KernelRequirements, RotaryPositionEmbedding,
-    Segments, VisionRotaryEmbedding, Window, attention_varlen_by, attention_varlen_with_lse,
+    Segments, VisionRotaryEmbedding, Window, attention_varlen_with_lse,
     resolve_attn_implementation, rope_qk_norm,
 };
-use proptest::collection::vec;
+use problem::{Problem, devices, problems, self_attention};
 use proptest::prelude::*;
-use vision_attention_tests::devices::{NamedDevice, device, device_or_skip};
-use vision_attention_tests::reference::{self, Heads};
-
-/// The devices under test; wgpu joins where a driver answers.
-fn devices() -> &'static [NamedDevice] {
-    static DEVICES: OnceLock<Vec<NamedDevice>> = OnceLock::new();
-    DEVICES.get_or_init(|| {
-        let cpu = ["flex", "ndarray"].map(|name| device(name).expect("a CPU device answers"));
-        cpu.into_iter().chain(device_or_skip("wgpu")).collect()
-    })
-}
-
-#[derive(Clone, Debug)]
-struct Problem {
-    q: Heads,
-    k: Heads,
-    v: Heads,
-    segments_q: Segments,
-    segments_k: Segments,
-    options: AttentionOptions,
-}
-
-impl Problem {
-    fn new(
-        seed: u64,
-        lengths: &[(usize, usize)],
-        (heads, kv_heads): (usize, usize),
-        (head_dim, value_dim): (usize, usize),
-        options: AttentionOptions,
-    ) -> Self {
-        let segments_q = Segments::from_lengths(lengths.iter().map(|pair| pair.0)).expect("fits");
-        let segments_k = Segments::from_lengths(lengths.iter().map(|pair| pair.1)).expect("fits");
-        let (tokens, keys) = (segments_q.total(), segments_k.total());
-        Self {
-            q: Heads::random(seed, [tokens, heads, head_dim]),
-            k: Heads::random(seed + 1, [keys, kv_heads, head_dim]),
-            v: Heads::random(seed + 2, [keys, kv_heads, value_dim]),
-            segments_q,
-            segments_k,
-            options,
-        }
-    }
-
-    fn tensors(&self, device: &Device, dtype: DType) -> [Tensor<3>; 3] {
-        [&self.q, &self.k, &self.v].map(|heads| heads.to_tensor(device, dtype))
-    }
-
-    fn run(&self, device: &Device, implementation: AttentionImplementation) -> Heads {
-        let [q, k, v] = self.tensors(device, DType::F32);
-        let (segments_q, segments_k) = (&self.segments_q, &self.segments_k);
-        let out =
-            attention_varlen_by(implementation, q, k, v, segments_q, segments_k, &self.options);
-        Heads::from_tensor(out)
-    }
-
-    fn reference(&self) -> (Heads, Vec<f64>) {
-        let Self { q, k, v, segments_q, segments_k, options } = self;
-        reference::attention_varlen(q, k, v, segments_q, segments_k, options)
-    }
-
-    /// The problem with its segments in another order.
-    fn reordered(&self, order: &[usize]) -> Self {
-        let pick = |heads: &Heads, segments: &Segments| {
-            let ranges: Vec<_> = segments.ranges().collect();
-            let parts: Vec<_> =
-                order.iter().map(|&index| heads.tokens(ranges[index].clone())).collect();
-            let lengths = order.iter().map(|&index| ranges[index].len());
-            (Heads::concat(&parts), Segments::from_lengths(lengths).expect("fits"))
-        };
-        let (q, segments_q) = pick(&self.q, &self.segments_q);
-        let (k, segments_k) = pick(&self.k, &self.segments_k);
-        let (v, _) = pick(&self.v, &self.segments_k);
-        Self { q, k, v, segments_q, segments_k, options: self.options }
-    }
-}
+use vision_attention_tests::devices::{NamedDevice, device_or_skip};
+use vision_attention_tests::reference::Heads;
 
 /// What runs on a device without a fallback; on GPUs the kernel alone, since the others are the same
 /// tensor operations everywhere and a software GPU compiles each of them for seconds.
@@ -113,38 +41,6 @@ fn close(ours: &[f64], expected: &[f64], tolerance: f64) -> Result<(), TestCaseE
         prop_assert!(same, "at {index}: {ours}, expected {expected}");
     }
     Ok(())
-}
-
-fn options() -> impl Strategy<Value = AttentionOptions> {
-    let distance = || proptest::option::of(prop_oneof![6 => 0usize..6, 1 => Just(usize::MAX)]);
-    let positive = || proptest::option::of(0.1f64..4.0);
-    (any::<bool>(), distance(), distance(), positive(), positive()).prop_map(
-        |(is_causal, left, right, softmax_scale, softcap)| AttentionOptions {
-            softmax_scale,
-            is_causal,
-            window: Window { left, right },
-            softcap,
-        },
-    )
-}
-
-fn problems() -> impl Strategy<Value = Problem> {
-    let lengths = vec((0usize..9, 0usize..9), 1..5);
-    let heads = prop_oneof![Just((1, 1)), Just((2, 2)), Just((4, 2)), Just((3, 1))];
-    let dims = prop_oneof![Just((16, 16)), Just((24, 16)), Just((16, 40))];
-    (any::<u32>(), lengths, heads, dims, options()).prop_map(
-        |(seed, lengths, heads, dims, options)| {
-            Problem::new(u64::from(seed), &lengths, heads, dims, options)
-        },
-    )
-}
-
-/// Segments of equal lengths on both sides, as in self-attention.
-fn self_attention() -> impl Strategy<Value = Problem> {
-    (any::<u32>(), vec(0usize..9, 1..6), options()).prop_map(|(seed, lengths, options)| {
-        let lengths: Vec<_> = lengths.into_iter().map(|length| (length, length)).collect();
-        Problem::new(u64::from(seed), &lengths, (2, 2), (16, 16), options)
-    })
 }
 
 proptest! {
