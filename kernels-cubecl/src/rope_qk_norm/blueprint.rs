@@ -105,13 +105,7 @@ pub fn supports(
     problem.check();
     check_dtype(properties, "q, k", problem.dtype)?;
     let head_dim = problem.head_dim();
-    if head_dim == 0 || !head_dim.is_multiple_of(2) {
-        return Err(Unsupported::HeadDim {
-            argument: "q, k",
-            head_dim,
-            allowed: "even numbers from 2",
-        });
-    }
+    check_head_dim("q, k", head_dim)?;
     let norm = match problem.norm {
         Some(norm) => {
             check_dtype(properties, "weight", norm.weight_dtype)?;
@@ -127,8 +121,7 @@ pub fn supports(
         check_bindings(properties, single + tables)?;
     }
     let vector = vector_size(problem);
-    let half = head_dim / 2 / vector;
-    let units_per_head = half.div_ceil(half.div_ceil(MAX_UNITS_PER_HEAD));
+    let (units_per_head, heads_per_cube) = split_units(head_dim / 2 / vector);
     let blueprint = RopeQkNormBlueprint {
         head_dim,
         dtype: problem.dtype,
@@ -136,7 +129,7 @@ pub fn supports(
         rotary: problem.rotary.is_some(),
         vector,
         units_per_head,
-        heads_per_cube: UNITS / units_per_head,
+        heads_per_cube,
         fused,
         address_type: address_type(
             properties,
@@ -152,6 +145,19 @@ pub fn supports(
     Ok(blueprint)
 }
 
+pub(super) fn check_head_dim(argument: &'static str, head_dim: usize) -> Result<(), Unsupported> {
+    if head_dim == 0 || !head_dim.is_multiple_of(2) {
+        return Err(Unsupported::HeadDim { argument, head_dim, allowed: "even numbers from 2" });
+    }
+    Ok(())
+}
+
+/// Units per head and heads per cube, for heads of `half` vector pairs.
+pub(super) fn split_units(half: usize) -> (usize, usize) {
+    let units_per_head = half.div_ceil(half.div_ceil(MAX_UNITS_PER_HEAD));
+    (units_per_head, UNITS / units_per_head)
+}
+
 /// The type of a product of both types, as tensor libraries promote.
 fn promote(a: ElemType, b: ElemType) -> ElemType {
     if a == b { a } else { F32 }
@@ -161,11 +167,13 @@ fn promote(a: ElemType, b: ElemType) -> ElemType {
 /// half of a head.
 fn vector_size(problem: &RopeQkNormProblem) -> usize {
     let half = problem.head_dim() / 2;
-    let table = |[row, column]: [usize; 2]| {
-        let layout = TensorLayout { shape: [problem.tokens(), 1, half], strides: [row, 0, column] };
-        layout.vector_size(half)
-    };
-    let tables = problem.rotary.into_iter().flatten().map(table);
+    let tables = problem.rotary.into_iter().flatten();
+    let tables = tables.map(|strides| table_vector_size(problem.tokens(), half, strides));
     let tensors = [problem.q, problem.k].map(|tensor| tensor.vector_size(half));
     tensors.into_iter().chain(tables).min().unwrap_or(1)
+}
+
+/// Elements of a table `[tokens, half]` that can be moved at once.
+pub(super) fn table_vector_size(tokens: usize, half: usize, [row, column]: [usize; 2]) -> usize {
+    TensorLayout { shape: [tokens, 1, half], strides: [row, 0, column] }.vector_size(half)
 }

@@ -163,7 +163,7 @@ fn weigh<F: Float, W: Float, R: Float, N: Size>(
 
 /// Vector `pair` of a table's row.
 #[cube]
-fn table<N: Size>(
+pub(super) fn table<N: Size>(
     table: &OwnedTensor<Vector<f32, N>>,
     token: usize,
     pair: usize,

@@ -7,7 +7,7 @@ use cubecl::{client::Client, prelude::*};
 use super::{
     RopeQkNormBlueprint, RopeQkNormProblem,
     blueprint::supports,
-    kernel::{TablesCompilationArg, TablesLaunch, rope_norm, rope_qk_norm},
+    kernel::{Tables, TablesCompilationArg, TablesLaunch, rope_norm, rope_qk_norm},
 };
 use crate::{
     LaunchError, TensorLayout,
@@ -167,7 +167,7 @@ fn norm_types(blueprint: &RopeQkNormBlueprint) -> [ElemType; 2] {
     blueprint.norm.unwrap_or([blueprint.dtype; 2])
 }
 
-fn tables_arg<N: Size>(tables: RotaryTables) -> TablesLaunch<N> {
+pub(super) fn tables_arg<N: Size>(tables: RotaryTables) -> TablesLaunch<N> {
     TablesLaunch::new(tables.cos.into_tensor_arg(), tables.sin.into_tensor_arg())
 }
 
@@ -196,30 +196,22 @@ fn check_tensors(
         problem.norm.is_some(),
         "weights: must be present exactly if the problem has a norm"
     );
-    assert_eq!(
-        tensors.tables.is_some(),
-        problem.rotary.is_some(),
-        "tables: must be present exactly if the problem has a rotation"
-    );
     if let (Some(weights), Some(norm)) = (&tensors.weights, problem.norm) {
-        check_weight("weights.q", &weights.q, problem, vector, norm.weight_dtype.size())?;
-        check_weight("weights.k", &weights.k, problem, vector, norm.weight_dtype.size())?;
+        let (head_dim, size) = (problem.head_dim(), norm.weight_dtype.size());
+        check_weight("weights.q", &weights.q, head_dim, vector, size)?;
+        check_weight("weights.k", &weights.k, head_dim, vector, size)?;
     }
-    if let (Some(tables), Some([cos, sin])) = (&tensors.tables, problem.rotary) {
-        check_table("tables.cos", &tables.cos, problem, cos, vector)?;
-        check_table("tables.sin", &tables.sin, problem, sin, vector)?;
-    }
-    Ok(())
+    let tables = tensors.tables.as_ref();
+    check_tables(tables, problem.rotary, problem.tokens(), problem.head_dim(), vector)
 }
 
-fn check_weight(
+pub(super) fn check_weight(
     argument: &'static str,
     binding: &TensorBinding,
-    problem: &RopeQkNormProblem,
+    head_dim: usize,
     vector: usize,
     size: usize,
 ) -> Result<(), LaunchError> {
-    let head_dim = problem.head_dim();
     assert_eq!(
         binding.shape[..],
         [head_dim],
@@ -229,18 +221,35 @@ fn check_weight(
     check_buffer(argument, binding, head_dim, vector, size)
 }
 
-fn check_table(
-    argument: &'static str,
-    binding: &TensorBinding,
-    problem: &RopeQkNormProblem,
-    strides: [usize; 2],
+/// Checks that tables are there exactly if the problem has a rotation, and lie as it says.
+pub(super) fn check_tables(
+    tables: Option<&RotaryTables>,
+    rotary: Option<[[usize; 2]; 2]>,
+    tokens: usize,
+    head_dim: usize,
     vector: usize,
 ) -> Result<(), LaunchError> {
-    let (tokens, half) = (problem.tokens(), problem.head_dim() / 2);
-    assert_eq!(binding.shape[..], [tokens, half], "{argument}: expected [tokens, head_dim / 2]");
-    assert_eq!(binding.strides[..], strides, "{argument}: strides differ from the problem's");
-    let layout = TensorLayout { shape: [tokens, 1, half], strides: [strides[0], 0, strides[1]] };
-    check_buffer(argument, binding, layout.span(), vector, size_of::<f32>())
+    assert_eq!(
+        tables.is_some(),
+        rotary.is_some(),
+        "tables: must be present exactly if the problem has a rotation"
+    );
+    let (Some(tables), Some([cos, sin])) = (tables, rotary) else { return Ok(()) };
+    let half = head_dim / 2;
+    for (argument, binding, strides) in
+        [("tables.cos", &tables.cos, cos), ("tables.sin", &tables.sin, sin)]
+    {
+        assert_eq!(
+            binding.shape[..],
+            [tokens, half],
+            "{argument}: expected [tokens, head_dim / 2]"
+        );
+        assert_eq!(binding.strides[..], strides, "{argument}: strides differ from the problem's");
+        let layout =
+            TensorLayout { shape: [tokens, 1, half], strides: [strides[0], 0, strides[1]] };
+        check_buffer(argument, binding, layout.span(), vector, size_of::<f32>())?;
+    }
+    Ok(())
 }
 
 /// The kernel of a blueprint, for compiling it without a device.
@@ -255,17 +264,7 @@ pub fn kernel(
         blueprint.address_type,
     );
     let [weight_dtype, rounded] = norm_types(&blueprint);
-    let weight = || match blueprint.norm {
-        Some(_) => ComptimeOptionCompilationArg::Some(buffer_arg()),
-        None => ComptimeOptionCompilationArg::None,
-    };
-    let tables = match blueprint.rotary {
-        true => ComptimeOptionCompilationArg::Some(TablesCompilationArg {
-            cos: tensor_arg(),
-            sin: tensor_arg(),
-        }),
-        false => ComptimeOptionCompilationArg::None,
-    };
+    let weight = || optional(blueprint.norm.is_some(), buffer_arg);
     Box::new(rope_qk_norm::RopeQkNorm::new(
         settings,
         properties,
@@ -274,7 +273,7 @@ pub fn kernel(
         tensor_arg(),
         weight(),
         weight(),
-        tables,
+        tables_compilation_arg(blueprint.rotary),
         buffer_arg(),
         buffer_arg(),
         (),
@@ -285,4 +284,22 @@ pub fn kernel(
         rounded,
         blueprint.vector,
     ))
+}
+
+/// What the compiler is told about the tables.
+pub(super) fn tables_compilation_arg<N: Size>(
+    rotary: bool,
+) -> ComptimeOptionCompilationArg<Tables<N>> {
+    optional(rotary, || TablesCompilationArg { cos: tensor_arg(), sin: tensor_arg() })
+}
+
+/// What the compiler is told about an argument that a blueprint may leave out.
+pub(super) fn optional<T: LaunchArg>(
+    present: bool,
+    argument: impl FnOnce() -> T::CompilationArg,
+) -> ComptimeOptionCompilationArg<T> {
+    match present {
+        true => ComptimeOptionCompilationArg::Some(argument()),
+        false => ComptimeOptionCompilationArg::None,
+    }
 }

@@ -7,6 +7,7 @@
 //! 2. rotation (optional), half-split: `out[i] = x[i] cos[i] - x[i + d/2] sin[i]` and
 //!    `out[i + d/2] = x[i + d/2] cos[i] + x[i] sin[i]` for `i < d/2`, in f32, rounded once.
 
+pub mod backward;
 mod blueprint;
 mod kernel;
 mod launch;

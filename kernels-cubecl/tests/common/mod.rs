@@ -17,7 +17,7 @@ pub const F16: ElemType = ElemType::Float(FloatKind::F16);
 pub const BF16: ElemType = ElemType::Float(FloatKind::BF16);
 
 /// Elements on both sides of every buffer that no kernel may touch.
-const GUARD: usize = 1024;
+pub const GUARD: usize = 1024;
 
 /// The default wgpu device, or `None` with a message where there is none. Where
 /// `VISION_ATTENTION_REQUIRE_GPU_TESTS=1` is set, having none is a failure.
