@@ -1,0 +1,276 @@
+//! Element types, and the type that each is computed in.
+
+use std::ops::{Add, Div, Mul, Sub};
+
+use half::slice::HalfFloatSliceExt;
+use half::{bf16, f16};
+
+use crate::simd::{InstructionSet, Kernels, Vector};
+
+mod sealed {
+    pub trait Sealed {}
+    impl Sealed for f32 {}
+    impl Sealed for f64 {}
+    impl Sealed for half::f16 {}
+    impl Sealed for half::bf16 {}
+}
+
+/// An element type of the tensors: f32, f64, f16 or bf16.
+pub trait Element: sealed::Sealed + Copy + Send + Sync + std::fmt::Debug + 'static {
+    /// What arithmetic runs in: f64 for f64, otherwise f32.
+    type Compute: Real;
+
+    /// The exact value in the compute type.
+    #[doc(hidden)]
+    fn widen(self) -> Self::Compute;
+
+    /// The nearest value of this type.
+    #[doc(hidden)]
+    fn narrow(value: Self::Compute) -> Self;
+
+    /// [`Self::widen`] for as many elements as both slices have.
+    #[doc(hidden)]
+    fn widen_all(from: &[Self], to: &mut [Self::Compute]);
+
+    /// [`Self::narrow`] for as many elements as both slices have.
+    #[doc(hidden)]
+    fn narrow_all(from: &[Self::Compute], to: &mut [Self]);
+
+    /// The same slice, where this is the compute type.
+    #[doc(hidden)]
+    fn as_compute(elements: &[Self]) -> Option<&[Self::Compute]>;
+
+    /// The same slice, where this is the compute type.
+    #[doc(hidden)]
+    fn as_compute_mut(elements: &mut [Self]) -> Option<&mut [Self::Compute]>;
+}
+
+/// A type that arithmetic runs in: f32 or f64.
+#[doc(hidden)]
+pub trait Real:
+    Element<Compute = Self>
+    + PartialOrd
+    + Default
+    + Into<f64>
+    + Add<Output = Self>
+    + Sub<Output = Self>
+    + Mul<Output = Self>
+    + Div<Output = Self>
+{
+    /// 0.
+    const ZERO: Self;
+    /// 1.
+    const ONE: Self;
+    /// Negative infinity.
+    const NEG_INFINITY: Self;
+    /// Positive infinity.
+    const INFINITY: Self;
+    /// The least finite number.
+    const LOWEST: Self;
+    /// Coefficients of 2^x for |x| <= 1/2, constant first.
+    const EXP2: &'static [Self];
+    /// Below this, 2^x is taken for zero: it is not a normal number.
+    const EXP2_MIN: Self;
+
+    /// The nearest value.
+    fn from_f64(value: f64) -> Self;
+    /// The nearest value.
+    fn from_f32(value: f32) -> Self;
+    /// `1 / sqrt(self)`.
+    fn rsqrt(self) -> Self;
+    /// The kernels for one instruction set.
+    fn kernels(set: InstructionSet) -> &'static Kernels<Self>;
+    /// `values` in this type, through `staging` where they are not.
+    fn of_f32s<'a>(values: &'a [f32], staging: &'a mut [Self]) -> &'a [Self];
+    /// Hyperbolic tangent of every lane.
+    fn tanh<V: Vector<Scalar = Self>>(x: V) -> V;
+}
+
+/// Coefficients `ln(2)^n / n!` of 2^x; the first left out is 4e-18 of the result at 1/2.
+const EXP2_F64: [f64; 14] = {
+    let mut coefficients = [1.0; 14];
+    let mut n = 1;
+    while n < 14 {
+        coefficients[n] = coefficients[n - 1] * std::f64::consts::LN_2 / n as f64;
+        n += 1;
+    }
+    coefficients
+};
+
+impl Real for f32 {
+    const ZERO: f32 = 0.0;
+    const ONE: f32 = 1.0;
+    const NEG_INFINITY: f32 = f32::NEG_INFINITY;
+    const INFINITY: f32 = f32::INFINITY;
+    const LOWEST: f32 = f32::MIN;
+    /// Minimax in relative error (Remez), 1.9e-9 before rounding.
+    const EXP2: &'static [f32] = &[
+        1.0,
+        0.693_147_2,
+        0.240_226_46,
+        0.055_503_286,
+        0.009_618_489,
+        0.001_339_993_1,
+        0.000_153_458_12,
+    ];
+    const EXP2_MIN: f32 = -126.0;
+
+    fn from_f64(value: f64) -> f32 {
+        value as f32
+    }
+    fn from_f32(value: f32) -> f32 {
+        value
+    }
+    #[inline(always)]
+    fn rsqrt(self) -> f32 {
+        1.0 / self.sqrt()
+    }
+    fn kernels(set: InstructionSet) -> &'static Kernels<f32> {
+        crate::simd::kernels_f32(set)
+    }
+
+    fn of_f32s<'a>(values: &'a [f32], _: &'a mut [f32]) -> &'a [f32] {
+        values
+    }
+
+    /// Rational approximation with the coefficients of Eigen's `generic_fast_tanh`; about 2 ulp.
+    #[inline(always)]
+    fn tanh<V: Vector<Scalar = f32>>(x: V) -> V {
+        const ODD: [f32; 7] = [
+            -2.760_768_5e-16,
+            2.000_188e-13,
+            -8.604_672e-11,
+            5.122_297e-8,
+            1.485_722_4e-5,
+            6.372_619_3e-4,
+            4.893_525e-3,
+        ];
+        const EVEN: [f32; 4] = [1.198_258_4e-6, 1.185_347e-4, 2.268_434_6e-3, 4.893_525_2e-3];
+        /// Where the approximation reaches one.
+        const LIMIT: f32 = 7.905_311;
+        let x = V::splat(-LIMIT).max(V::splat(LIMIT).min(x));
+        let square = x.mul(x);
+        let horner = |coefficients: &[f32]| {
+            let mut sum = V::splat(coefficients[0]);
+            for &coefficient in &coefficients[1..] {
+                sum = sum.mul_add(square, V::splat(coefficient));
+            }
+            sum
+        };
+        x.mul(horner(&ODD)).div(horner(&EVEN))
+    }
+}
+
+impl Real for f64 {
+    const ZERO: f64 = 0.0;
+    const ONE: f64 = 1.0;
+    const NEG_INFINITY: f64 = f64::NEG_INFINITY;
+    const INFINITY: f64 = f64::INFINITY;
+    const LOWEST: f64 = f64::MIN;
+    const EXP2: &'static [f64] = &EXP2_F64;
+    const EXP2_MIN: f64 = -1022.0;
+
+    fn from_f64(value: f64) -> f64 {
+        value
+    }
+    fn from_f32(value: f32) -> f64 {
+        f64::from(value)
+    }
+    #[inline(always)]
+    fn rsqrt(self) -> f64 {
+        1.0 / self.sqrt()
+    }
+    fn kernels(set: InstructionSet) -> &'static Kernels<f64> {
+        crate::simd::kernels_f64(set)
+    }
+
+    fn of_f32s<'a>(values: &'a [f32], staging: &'a mut [f64]) -> &'a [f64] {
+        for (to, &from) in staging.iter_mut().zip(values) {
+            *to = f64::from(from);
+        }
+        &staging[..values.len()]
+    }
+
+    #[inline(always)]
+    fn tanh<V: Vector<Scalar = f64>>(x: V) -> V {
+        let mut lanes = [0.0; 16];
+        // SAFETY: no vector has more than 16 lanes of f64.
+        unsafe {
+            x.store(lanes.as_mut_ptr());
+            for lane in &mut lanes[..V::LANES] {
+                *lane = lane.tanh();
+            }
+            V::load(lanes.as_ptr())
+        }
+    }
+}
+
+macro_rules! element_of_itself {
+    ($type:ty) => {
+        impl Element for $type {
+            type Compute = $type;
+
+            #[inline(always)]
+            fn widen(self) -> $type {
+                self
+            }
+            #[inline(always)]
+            fn narrow(value: $type) -> $type {
+                value
+            }
+            #[inline(always)]
+            fn widen_all(from: &[$type], to: &mut [$type]) {
+                let len = from.len().min(to.len());
+                to[..len].copy_from_slice(&from[..len]);
+            }
+            #[inline(always)]
+            fn narrow_all(from: &[$type], to: &mut [$type]) {
+                Self::widen_all(from, to);
+            }
+            #[inline(always)]
+            fn as_compute(elements: &[$type]) -> Option<&[$type]> {
+                Some(elements)
+            }
+            #[inline(always)]
+            fn as_compute_mut(elements: &mut [$type]) -> Option<&mut [$type]> {
+                Some(elements)
+            }
+        }
+    };
+}
+
+macro_rules! half_element {
+    ($type:ty) => {
+        impl Element for $type {
+            type Compute = f32;
+
+            #[inline(always)]
+            fn widen(self) -> f32 {
+                self.to_f32()
+            }
+            #[inline(always)]
+            fn narrow(value: f32) -> $type {
+                <$type>::from_f32(value)
+            }
+            fn widen_all(from: &[$type], to: &mut [f32]) {
+                let len = from.len().min(to.len());
+                from[..len].convert_to_f32_slice(&mut to[..len]);
+            }
+            fn narrow_all(from: &[f32], to: &mut [$type]) {
+                let len = from.len().min(to.len());
+                to[..len].convert_from_f32_slice(&from[..len]);
+            }
+            fn as_compute(_: &[$type]) -> Option<&[f32]> {
+                None
+            }
+            fn as_compute_mut(_: &mut [$type]) -> Option<&mut [f32]> {
+                None
+            }
+        }
+    };
+}
+
+element_of_itself!(f32);
+element_of_itself!(f64);
+half_element!(f16);
+half_element!(bf16);
