@@ -34,9 +34,7 @@ fn main() {
         for (segments, length) in [(1, 4096), (4, 1024), (64, 64)] {
             for (heads, head_dim) in [(24, 64), (16, 72), (16, 80), (12, 128)] {
                 let name = format!("{segments}x{length} {heads}h {head_dim}");
-                if selected(&name) {
-                    attention(&name, segments, length, heads, head_dim);
-                }
+                attention(&name, segments, length, heads, head_dim, selected);
             }
         }
         for head_dim in [64, 80, 128] {
@@ -48,7 +46,19 @@ fn main() {
     });
 }
 
-fn attention(name: &str, segments: usize, length: usize, heads: usize, head_dim: usize) {
+fn attention(
+    name: &str,
+    segments: usize,
+    length: usize,
+    heads: usize,
+    head_dim: usize,
+    selected: impl Fn(&str) -> bool,
+) {
+    let names = [format!("{name} forward"), format!("{name} backward")];
+    let [is_forward, is_backward] = names.each_ref().map(|name| selected(name));
+    if !is_forward && !is_backward {
+        return;
+    }
     let tokens = segments * length;
     let width = heads * head_dim;
     let qkv = numbers(tokens * 3 * width);
@@ -70,9 +80,15 @@ fn attention(name: &str, segments: usize, length: usize, heads: usize, head_dim:
     let mut gradients = vec![0.0; tokens * 3 * width];
     let product = 2.0 * (segments * length * length * heads * head_dim) as f64;
 
-    let (forward_time, gemm_time) =
-        alternate(&mut Gemm::new(), || forward(&attention, &mut out, &mut lse));
-    report(&format!("{name} forward"), 2.0 * product, forward_time, gemm_time);
+    forward(&attention, &mut out, &mut lse);
+    if is_forward {
+        let (forward_time, gemm_time) =
+            alternate(&mut Gemm::new(), || forward(&attention, &mut out, &mut lse));
+        report(&names[0], 2.0 * product, forward_time, gemm_time);
+    }
+    if !is_backward {
+        return;
+    }
     let output = OutputGradient {
         out: View::contiguous(&out, shape),
         lse: &lse,
@@ -82,7 +98,7 @@ fn attention(name: &str, segments: usize, length: usize, heads: usize, head_dim:
     let (backward_time, gemm_time) = alternate(&mut Gemm::new(), || {
         backward(&attention, &output, Gradients::Packed(&mut gradients));
     });
-    report(&format!("{name} backward"), 5.0 * product, backward_time, gemm_time);
+    report(&names[1], 5.0 * product, backward_time, gemm_time);
 }
 
 fn rope(name: &str, tokens: usize, heads: usize, head_dim: usize) {

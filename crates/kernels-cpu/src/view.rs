@@ -56,6 +56,17 @@ impl<'a, T: Element> View<'a, T> {
         (self.strides[2] == 1 || dim <= 1).then(|| &self.data[start..start + dim])
     }
 
+    /// Asks for the rows of `tokens` and one head, if there is such a head, to be brought into a cache.
+    pub(crate) fn prefetch(&self, tokens: Range<usize>, head: usize) {
+        let [_, heads, dim] = self.shape;
+        if head < heads && self.strides[2] == 1 {
+            for token in tokens {
+                let start = self.data.as_ptr().wrapping_offset(self.start(token, head));
+                prefetch(start, dim);
+            }
+        }
+    }
+
     /// Copies one token and head into `row`, in the compute type.
     pub(crate) fn read(&self, token: usize, head: usize, row: &mut [T::Compute]) {
         match self.row(token, head) {
@@ -168,6 +179,14 @@ impl<T: Element> Out<'_, T> {
         self.shape
     }
 
+    /// Asks for the rows of `tokens` and one head to be brought into a cache.
+    pub(crate) fn prefetch(&self, tokens: Range<usize>, head: usize) {
+        for token in tokens {
+            let at = token * self.strides[0] + head * self.strides[1];
+            prefetch(self.start.wrapping_add(at), self.shape[2]);
+        }
+    }
+
     /// # Safety
     ///
     /// No other reference to this row may be alive.
@@ -179,6 +198,18 @@ impl<T: Element> Out<'_, T> {
         // SAFETY: the constructor checked that every row lies inside the slice.
         unsafe { std::slice::from_raw_parts_mut(self.start.add(at), dim) }
     }
+}
+
+/// Asks for `len` elements to be brought into the second cache.
+fn prefetch<T>(start: *const T, len: usize) {
+    #[cfg(target_arch = "x86_64")]
+    for offset in (0..len * size_of::<T>()).step_by(64) {
+        use std::arch::x86_64::{_MM_HINT_T1, _mm_prefetch};
+        // SAFETY: a prefetch reads nothing, whatever the address; SSE is part of x86-64.
+        unsafe { _mm_prefetch::<_MM_HINT_T1>(start.cast::<i8>().wrapping_add(offset)) };
+    }
+    #[cfg(not(target_arch = "x86_64"))]
+    let _ = (start, len);
 }
 
 /// The views of q, k and v in one buffer `[tokens, 3, heads, dim]`.

@@ -4,7 +4,7 @@ use std::ops::Range;
 
 use rayon::prelude::*;
 
-use super::blocks::{pack, unpack};
+use super::blocks::{SHORT, pack, unpack};
 use super::forward::{in_blocks, rows_by_block};
 use super::work::{Plan, Unit};
 use super::{Attention, Gradients, OutputGradient, Sizes};
@@ -221,6 +221,10 @@ impl<T: Element> Pass<'_, T> {
         let (k, v) = (&self.attention.k, &self.attention.v);
         pack(kernels, k, unit.kv_head, tokens.clone(), one, &mut own.k, staging);
         pack(kernels, v, unit.kv_head, tokens.clone(), one, &mut own.v, staging);
+        if keys.len() <= SHORT {
+            self.d_k.prefetch(tokens.clone(), unit.kv_head);
+            self.d_v.prefetch(tokens.clone(), unit.kv_head);
+        }
         own.d_k.fill(Real::ZERO);
         own.d_v.fill(Real::ZERO);
         for (head, index) in unit.heads.clone().zip(0..) {
@@ -263,6 +267,10 @@ impl<T: Element> Pass<'_, T> {
         let OutputGradient { out, lse, d_out, d_lse } = self.output;
         let factor = Real::from_f64(self.attention.options.score_factor());
         let tokens = &unit.queries;
+        if tokens.len() <= SHORT {
+            self.d_q.prefetch(tokens.clone(), head);
+            out.prefetch(tokens.clone(), head + 1);
+        }
         let (q, one) = (&self.attention.q, T::Compute::ONE);
         pack(kernels, q, head, tokens.clone(), factor, &mut queries.q, staging);
         pack(kernels, d_out, head, tokens.clone(), one, &mut queries.d_out, staging);

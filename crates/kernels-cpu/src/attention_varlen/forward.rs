@@ -211,6 +211,7 @@ impl<T: Element> Pass<'_, T> {
         for (queries, block) in in_blocks(queries, self.kernels.block).zip(blocks) {
             let tokens = unit.queries.start + queries.start..unit.queries.start + queries.end;
             let q = &self.attention.q;
+            self.out.prefetch(tokens.clone(), head);
             pack(self.kernels, q, head, tokens, factor, &mut block.q, staging);
             block.out.fill(Real::ZERO);
             block.max.fill(Real::NEG_INFINITY);

@@ -33,10 +33,16 @@ pub(super) fn backward<T: Element>(
         for token in tokens {
             let tables = super::table_rows(tables, token, dim, tables_staging);
             for head in 0..heads {
+                let next = token + 1..(token + 2).min(x.shape()[0]);
+                if row_norm.is_some() {
+                    x.prefetch(next.clone(), head);
+                }
+                d_input.prefetch(next, head);
                 // SAFETY: every token and head is visited once, by one task.
                 let target = unsafe { d_input.row(token, head) };
                 let x = match x.row(token, head).and_then(T::as_compute) {
                     Some(row) => row,
+                    None if row_norm.is_none() => &[],
                     None => {
                         x.read(token, head, from);
                         &*from

@@ -27,6 +27,7 @@ pub(super) fn forward<T: Element>(
         for token in tokens {
             let tables = super::table_rows(tables, token, dim, tables_staging);
             for head in 0..heads {
+                x.prefetch(token + 1..(token + 2).min(x.shape()[0]), head);
                 // SAFETY: every token and head is visited once, by one task.
                 let target = unsafe { out.row(token, head) };
                 let source = match x.row(token, head).and_then(T::as_compute) {

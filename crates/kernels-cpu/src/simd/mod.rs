@@ -106,13 +106,12 @@ macro_rules! kernels {
 
             macro_rules! loops {
                 ($function:ident: $arguments:ty = $body:expr) => {{
-                    $(#[target_feature(enable = $features)])?
-                    fn specialised(arguments: $arguments) {
-                        #[allow(clippy::redundant_closure_call)]
-                        $body(arguments)
-                    }
                     fn $function(arguments: $arguments) {
-                        // SAFETY: `table` hands out this table only where the instructions exist.
+                        $(#[target_feature(enable = $features)])?
+                        fn specialised(arguments: $arguments) {
+                            $body(arguments)
+                        }
+                        // SAFETY: the table is handed out only where the instructions exist.
                         #[allow(unused_unsafe)]
                         unsafe {
                             specialised(arguments)

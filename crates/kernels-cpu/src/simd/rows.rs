@@ -1,9 +1,9 @@
-//! RMS norm and rotation of one row: the elements of one token and head.
+//! RMS norm and rotation of rows: the elements of one token and head.
 
 use super::vector::Vector;
 use crate::element::Real;
 
-/// The norm of one row.
+/// The norm of a row.
 #[derive(Clone, Copy)]
 pub(crate) struct RowNorm<'a, C> {
     /// Ones when absent.
@@ -34,58 +34,37 @@ pub(super) fn norm_rotate<V: Vector>(args: NormRotate<'_, V::Scalar>) {
     let NormRotate { x, out, norm, tables } = args;
     let dim = x.len();
     assert!(out.len() == dim);
-    let mut factor = V::Scalar::ONE;
+    let mut factor = V::splat(V::Scalar::ONE);
     let mut weight = None;
     if let Some(norm) = norm {
-        factor = row_factor::<V>(x, norm.epsilon);
+        factor = V::splat(row_factor::<V>(x, norm.epsilon));
         weight = norm.weight;
         assert!(weight.is_none_or(|weight| weight.len() == dim));
     }
-    let factors = V::splat(factor);
-    // The normalised vector, and the normalised number, at an index.
-    let vector = |i: usize| {
-        // SAFETY: used only for `i + LANES <= dim`, the length of x and of the weight.
-        unsafe {
-            let value = V::load(x.as_ptr().add(i)).mul(factors);
-            match weight {
-                Some(weight) => value.mul(V::load(weight.as_ptr().add(i))),
-                None => value,
-            }
+    let normal = |part: Part| {
+        let value = part.load::<V>(x).mul(factor);
+        match weight {
+            Some(weight) => value.mul(part.load(weight)),
+            None => value,
         }
     };
-    let scalar = |i: usize| x[i] * factor * weight.map_or(V::Scalar::ONE, |weight| weight[i]);
     let Some((cos, sin)) = tables else {
-        for i in (0..whole::<V>(dim)).step_by(V::LANES) {
-            // SAFETY: `i + LANES <= dim`, the length of out.
-            unsafe { vector(i).store(out.as_mut_ptr().add(i)) };
-        }
-        for i in whole::<V>(dim)..dim {
-            out[i] = scalar(i);
-        }
+        parts::<V>(dim).for_each(|part| part.store(normal(part), out));
         return;
     };
     let half = dim / 2;
     assert!(half * 2 == dim && cos.len() == half && sin.len() == half);
-    for i in (0..whole::<V>(half)).step_by(V::LANES) {
-        let (low, high) = (vector(i), vector(half + i));
-        // SAFETY: `i + LANES <= half`, the length of both tables and half that of out.
-        unsafe {
-            let (cos, sin) = (V::load(cos.as_ptr().add(i)), V::load(sin.as_ptr().add(i)));
-            low.mul(cos).sub(high.mul(sin)).store(out.as_mut_ptr().add(i));
-            high.mul(cos).add(low.mul(sin)).store(out.as_mut_ptr().add(half + i));
-        }
-    }
-    for i in whole::<V>(half)..half {
-        let (low, high) = (scalar(i), scalar(half + i));
-        out[i] = low * cos[i] - high * sin[i];
-        out[half + i] = high * cos[i] + low * sin[i];
+    for part in parts::<V>(half) {
+        let (low, high) = (normal(part), normal(part.shifted(half)));
+        let (cos, sin) = (part.load::<V>(cos), part.load::<V>(sin));
+        part.store(low.mul(cos).sub(high.mul(sin)), out);
+        part.shifted(half).store(high.mul(cos).add(low.mul(sin)), out);
     }
 }
 
 #[inline(always)]
 pub(super) fn norm_rotate_backward<V: Vector>(args: NormRotateBackward<'_, V::Scalar>) {
     let NormRotateBackward { x, gradient, norm, tables, d_weight } = args;
-    assert!(gradient.len() == x.len());
     if let Some((cos, sin)) = tables {
         rotate_back::<V>(gradient, cos, sin);
     }
@@ -99,20 +78,12 @@ pub(super) fn norm_rotate_backward<V: Vector>(args: NormRotateBackward<'_, V::Sc
 fn rotate_back<V: Vector>(gradient: &mut [V::Scalar], cos: &[V::Scalar], sin: &[V::Scalar]) {
     let half = gradient.len() / 2;
     assert!(half * 2 == gradient.len() && cos.len() == half && sin.len() == half);
-    let (lows, highs) = gradient.split_at_mut(half);
-    for i in (0..whole::<V>(half)).step_by(V::LANES) {
-        // SAFETY: `i + LANES <= half`, the length of all four.
-        unsafe {
-            let (low, high) = (V::load(lows.as_ptr().add(i)), V::load(highs.as_ptr().add(i)));
-            let (cos, sin) = (V::load(cos.as_ptr().add(i)), V::load(sin.as_ptr().add(i)));
-            low.mul(cos).add(high.mul(sin)).store(lows.as_mut_ptr().add(i));
-            high.mul(cos).sub(low.mul(sin)).store(highs.as_mut_ptr().add(i));
-        }
-    }
-    for i in whole::<V>(half)..half {
-        let (low, high) = (lows[i], highs[i]);
-        lows[i] = low * cos[i] + high * sin[i];
-        highs[i] = high * cos[i] - low * sin[i];
+    for part in parts::<V>(half) {
+        let other = part.shifted(half);
+        let (low, high) = (part.load::<V>(gradient), other.load::<V>(gradient));
+        let (cos, sin) = (part.load::<V>(cos), part.load::<V>(sin));
+        part.store(low.mul(cos).add(high.mul(sin)), gradient);
+        other.store(high.mul(cos).sub(low.mul(sin)), gradient);
     }
 }
 
@@ -128,38 +99,18 @@ fn norm_back<V: Vector>(
     let dim = x.len();
     let weight = norm.weight.expect("the gradient of a norm is taken with its weight");
     assert!(weight.len() == dim && d_weight.len() == dim && gradient.len() == dim);
-    let factor = row_factor::<V>(x, norm.epsilon);
-    let factors = V::splat(factor);
+    let factor = V::splat(row_factor::<V>(x, norm.epsilon));
     let mut sums = V::splat(V::Scalar::ZERO);
-    for i in (0..whole::<V>(dim)).step_by(V::LANES) {
-        // SAFETY: `i + LANES <= dim`, the length of all four.
-        unsafe {
-            let normal = V::load(x.as_ptr().add(i)).mul(factors);
-            let product = V::load(gradient.as_ptr().add(i)).mul(normal);
-            let d_weight = d_weight.as_mut_ptr().add(i);
-            V::load(d_weight).add(product).store(d_weight);
-            sums = product.mul_add(V::load(weight.as_ptr().add(i)), sums);
-        }
+    for part in parts::<V>(dim) {
+        let product = part.load::<V>(gradient).mul(part.load::<V>(x).mul(factor));
+        part.store(part.load::<V>(d_weight).add(product), d_weight);
+        sums = product.mul_add(part.load(weight), sums);
     }
-    let mut sum = sums.sum();
-    for i in whole::<V>(dim)..dim {
-        let product = gradient[i] * x[i] * factor;
-        d_weight[i] = d_weight[i] + product;
-        sum = sum + product * weight[i];
-    }
-    let mean = sum / V::Scalar::from_f64(dim as f64);
-    let means = V::splat(mean);
-    for i in (0..whole::<V>(dim)).step_by(V::LANES) {
-        // SAFETY: as above.
-        unsafe {
-            let normal = V::load(x.as_ptr().add(i)).mul(factors);
-            let gradient = gradient.as_mut_ptr().add(i);
-            let weighted = V::load(gradient).mul(V::load(weight.as_ptr().add(i)));
-            weighted.sub(normal.mul(means)).mul(factors).store(gradient);
-        }
-    }
-    for i in whole::<V>(dim)..dim {
-        gradient[i] = (gradient[i] * weight[i] - x[i] * factor * mean) * factor;
+    let mean = V::splat(sums.sum() / V::Scalar::from_f64(dim as f64));
+    for part in parts::<V>(dim) {
+        let normal = part.load::<V>(x).mul(factor);
+        let weighted = part.load::<V>(gradient).mul(part.load(weight));
+        part.store(weighted.sub(normal.mul(mean)).mul(factor), gradient);
     }
 }
 
@@ -167,17 +118,57 @@ fn norm_back<V: Vector>(
 #[inline(always)]
 fn row_factor<V: Vector>(x: &[V::Scalar], epsilon: V::Scalar) -> V::Scalar {
     let mut sums = V::splat(V::Scalar::ZERO);
-    for i in (0..whole::<V>(x.len())).step_by(V::LANES) {
-        // SAFETY: `i + LANES` is at most the length of x.
-        let x = unsafe { V::load(x.as_ptr().add(i)) };
+    for part in parts::<V>(x.len()) {
+        let x = part.load::<V>(x);
         sums = x.mul_add(x, sums);
     }
-    let rest = x[whole::<V>(x.len())..].iter().fold(sums.sum(), |sum, &x| sum + x * x);
-    (rest / V::Scalar::from_f64(x.len() as f64) + epsilon).rsqrt()
+    (sums.sum() / V::Scalar::from_f64(x.len() as f64) + epsilon).rsqrt()
 }
 
-/// The part of `len` that whole vectors cover.
+/// At most one vector of a slice.
+#[derive(Clone, Copy)]
+struct Part {
+    start: usize,
+    count: usize,
+}
+
+/// The parts of a slice with `len` numbers.
 #[inline(always)]
-fn whole<V: Vector>(len: usize) -> usize {
-    len - len % V::LANES
+fn parts<V: Vector>(len: usize) -> impl Iterator<Item = Part> {
+    (0..len.div_ceil(V::LANES)).map(move |i| {
+        let start = i * V::LANES;
+        Part { start, count: (len - start).min(V::LANES) }
+    })
+}
+
+impl Part {
+    /// The same number of elements `by` further on.
+    #[inline(always)]
+    fn shifted(self, by: usize) -> Self {
+        Self { start: self.start + by, count: self.count }
+    }
+
+    #[inline(always)]
+    fn load<V: Vector>(self, from: &[V::Scalar]) -> V {
+        debug_assert!(self.start + self.count <= from.len());
+        // SAFETY: private to this file, whose functions assert the lengths of what they read.
+        unsafe {
+            let from = from.as_ptr().add(self.start);
+            if self.count == V::LANES { V::load(from) } else { V::load_first(from, self.count) }
+        }
+    }
+
+    #[inline(always)]
+    fn store<V: Vector>(self, vector: V, to: &mut [V::Scalar]) {
+        debug_assert!(self.start + self.count <= to.len());
+        // SAFETY: as for `load`.
+        unsafe {
+            let to = to.as_mut_ptr().add(self.start);
+            if self.count == V::LANES {
+                vector.store(to)
+            } else {
+                vector.store_first(to, self.count)
+            }
+        }
+    }
 }

@@ -29,6 +29,18 @@ pub trait Vector: Copy {
     ///
     /// `to` must be good for writing `LANES` numbers; it need not be aligned.
     unsafe fn store(self, to: *mut Self::Scalar);
+    /// The first `count` numbers, at most `LANES`, and zeros.
+    ///
+    /// # Safety
+    ///
+    /// `from` must be good for reading `count` numbers; it need not be aligned.
+    unsafe fn load_first(from: *const Self::Scalar, count: usize) -> Self;
+    /// Stores the first `count` numbers, at most `LANES`.
+    ///
+    /// # Safety
+    ///
+    /// `to` must be good for writing `count` numbers; it need not be aligned.
+    unsafe fn store_first(self, to: *mut Self::Scalar, count: usize);
     /// `self + other`.
     fn add(self, other: Self) -> Self;
     /// `self - other`.
@@ -125,6 +137,22 @@ macro_rules! portable_vector {
             unsafe fn store(self, to: *mut $scalar) {
                 // SAFETY: as for `load`.
                 unsafe { *to.cast() = self.0 }
+            }
+            #[inline(always)]
+            unsafe fn load_first(from: *const $scalar, count: usize) -> Self {
+                let mut numbers = [0.0; 4];
+                for (i, number) in numbers.iter_mut().enumerate().take(count) {
+                    // SAFETY: the caller promises `count` readable numbers.
+                    *number = unsafe { *from.add(i) };
+                }
+                Self(numbers)
+            }
+            #[inline(always)]
+            unsafe fn store_first(self, to: *mut $scalar, count: usize) {
+                for (i, number) in self.0.into_iter().enumerate().take(count) {
+                    // SAFETY: the caller promises `count` writable numbers.
+                    unsafe { *to.add(i) = number };
+                }
             }
             #[inline(always)]
             fn add(self, other: Self) -> Self {

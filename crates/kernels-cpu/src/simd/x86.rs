@@ -24,6 +24,7 @@ macro_rules! vector {
         $vector:ident, $scalar:ty, lanes $lanes:literal, vectors $vectors:literal, panel $panel:literal,
         splat $splat:ident, load $load:ident, store $store:ident, add $add:ident, sub $sub:ident,
         mul $mul:ident, div $div:ident, fmadd $fmadd:ident, max $max:ident, min $min:ident,
+        mask |$count:ident| $mask:expr, load_first $load_first:expr, store_first $store_first:ident,
         round |$x:ident| $round:expr,
         scale |$value:ident, $exponent:ident| $scale:expr,
         zero_where_less |$kept:ident, $at:ident, $limit:ident| $zero:expr,
@@ -51,6 +52,16 @@ macro_rules! vector {
             unsafe fn store(self, to: *mut $scalar) {
                 // SAFETY: as for `splat`; the caller promises that the memory is writable.
                 unsafe { $store(to, self.0) }
+            }
+            #[inline(always)]
+            unsafe fn load_first(from: *const $scalar, $count: usize) -> Self {
+                // SAFETY: as for `load`; masked lanes are not read.
+                Self(unsafe { $load_first($mask, from) })
+            }
+            #[inline(always)]
+            unsafe fn store_first(self, to: *mut $scalar, $count: usize) {
+                // SAFETY: as for `store`; masked lanes are not written.
+                unsafe { $store_first(to, $mask, self.0) }
             }
             #[inline(always)]
             fn add(self, other: Self) -> Self {
@@ -134,6 +145,8 @@ vector!(
     splat _mm512_set1_ps, load _mm512_loadu_ps, store _mm512_storeu_ps,
     add _mm512_add_ps, sub _mm512_sub_ps, mul _mm512_mul_ps, div _mm512_div_ps,
     fmadd _mm512_fmadd_ps, max _mm512_max_ps, min _mm512_min_ps,
+    mask |count| (0xffff_u32 >> (16 - count)) as u16,
+    load_first _mm512_maskz_loadu_ps, store_first _mm512_mask_storeu_ps,
     round |x| _mm512_roundscale_ps::<NEAREST>(x),
     scale |value, exponent| _mm512_scalef_ps(value, exponent),
     zero_where_less |kept, x, limit|
@@ -147,6 +160,8 @@ vector!(
     splat _mm512_set1_pd, load _mm512_loadu_pd, store _mm512_storeu_pd,
     add _mm512_add_pd, sub _mm512_sub_pd, mul _mm512_mul_pd, div _mm512_div_pd,
     fmadd _mm512_fmadd_pd, max _mm512_max_pd, min _mm512_min_pd,
+    mask |count| (0xff_u32 >> (8 - count)) as u8,
+    load_first _mm512_maskz_loadu_pd, store_first _mm512_mask_storeu_pd,
     round |x| _mm512_roundscale_pd::<NEAREST>(x),
     scale |value, exponent| _mm512_scalef_pd(value, exponent),
     zero_where_less |kept, x, limit|
@@ -159,6 +174,11 @@ vector!(
     splat _mm256_set1_ps, load _mm256_loadu_ps, store _mm256_storeu_ps,
     add _mm256_add_ps, sub _mm256_sub_ps, mul _mm256_mul_ps, div _mm256_div_ps,
     fmadd _mm256_fmadd_ps, max _mm256_max_ps, min _mm256_min_ps,
+    mask |count| _mm256_cmpgt_epi32(
+        _mm256_set1_epi32(count as i32),
+        _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7),
+    ),
+    load_first |mask, from| _mm256_maskload_ps(from, mask), store_first _mm256_maskstore_ps,
     round |x| _mm256_round_ps::<NEAREST>(x),
     scale |value, exponent| {
         // 128 makes infinity of any number; the caller zeroes what lies below -126.
@@ -181,6 +201,11 @@ vector!(
     splat _mm256_set1_pd, load _mm256_loadu_pd, store _mm256_storeu_pd,
     add _mm256_add_pd, sub _mm256_sub_pd, mul _mm256_mul_pd, div _mm256_div_pd,
     fmadd _mm256_fmadd_pd, max _mm256_max_pd, min _mm256_min_pd,
+    mask |count| _mm256_cmpgt_epi64(
+        _mm256_set1_epi64x(count as i64),
+        _mm256_setr_epi64x(0, 1, 2, 3),
+    ),
+    load_first |mask, from| _mm256_maskload_pd(from, mask), store_first _mm256_maskstore_pd,
     round |x| _mm256_round_pd::<NEAREST>(x),
     scale |value, exponent| {
         let exponent = _mm256_cvtpd_epi32(_mm256_min_pd(_mm256_set1_pd(1024.0), exponent));
