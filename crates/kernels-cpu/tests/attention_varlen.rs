@@ -77,6 +77,30 @@ fn every_mix_of_lengths(
     check::<f32>(&case);
 }
 
+/// One segment and key head is split over the threads; the output does not depend on their number.
+#[rstest]
+#[case::one_long(vec![(300, 290)])]
+#[case::uneven(vec![(5, 5), (400, 400), (33, 70)])]
+fn threads_share_a_long_segment(#[case] lengths: Vec<(usize, usize)>) {
+    let mut case = Case { kv_heads: 1, ..Case::new(&lengths, 24) };
+    case.options.is_causal = true;
+    let data = case.data::<f32>();
+    let expected = data.expected();
+    for set in instruction_sets() {
+        let outputs = [1, 4].map(|threads| {
+            let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build().unwrap();
+            pool.install(|| {
+                data.check(set, &expected);
+                let (out, lse) = data.forward(set);
+                let gradients = data.backward(set, &out, &lse);
+                assert_eq!(gradients, data.backward(set, &out, &lse), "{set:?}, again");
+                (out, lse)
+            })
+        });
+        assert_eq!(outputs[0], outputs[1], "{set:?}");
+    }
+}
+
 #[test]
 fn an_expanded_output_gradient_is_read_in_place() {
     let case = Case::new(&[(20, 20)], 8);
