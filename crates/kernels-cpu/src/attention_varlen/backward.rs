@@ -1,16 +1,20 @@
 //! The backward pass: five products per pair of a query and a key tile, none of them twice.
 
+mod scratch;
+mod tile;
+
 use std::ops::Range;
 
 use rayon::prelude::*;
+use scratch::{Queries, Scratch, ScratchSizes};
+use tile::Pair;
 
 use super::blocks::{SHORT, pack, unpack};
-use super::forward::{in_blocks, rows_by_block};
 use super::work::{Plan, Unit};
 use super::{Attention, Gradients, OutputGradient, Sizes};
 use crate::aligned::Aligned;
 use crate::element::{Element, Real};
-use crate::simd::{Across, Along, InstructionSet, Kernels, ScoreGradient, Transpose};
+use crate::simd::{InstructionSet, Kernels};
 use crate::view::{Out, ViewMut, packed};
 
 /// Queries per tile: the depth of the products that give the gradients of keys and values.
@@ -113,91 +117,6 @@ struct Pass<'a, T: Element> {
     d_v: Out<'a, T>,
 }
 
-/// The largest of all tasks.
-struct ScratchSizes {
-    queries: usize,
-    keys: usize,
-}
-
-impl ScratchSizes {
-    fn new<C>(tasks: &[Task<'_, C>]) -> Self {
-        Self {
-            queries: tasks.iter().map(|task| task.unit.queries.len()).max().unwrap_or(0),
-            keys: tasks.iter().map(|task| task.keys.len()).max().unwrap_or(0),
-        }
-    }
-}
-
-/// What a thread keeps between tasks. All of it is in blocks.
-struct Scratch<C> {
-    queries: Queries<C>,
-    keys: Keys<C>,
-    tile: Tile<C>,
-    staging: Aligned<C>,
-}
-
-/// One query head of a segment.
-struct Queries<C> {
-    q: Aligned<C>,
-    d_out: Aligned<C>,
-    d_q: Aligned<C>,
-    /// log2 of the softmax denominators; infinite for rows that see nothing, which makes their weights
-    /// zero.
-    lse: Aligned<C>,
-    delta: Aligned<C>,
-}
-
-/// The keys and values of a task.
-struct Keys<C> {
-    k: Aligned<C>,
-    v: Aligned<C>,
-    d_k: Aligned<C>,
-    d_v: Aligned<C>,
-}
-
-/// A query tile against a key tile.
-struct Tile<C> {
-    /// Scores, then weights: `[keys][queries of one block]`.
-    weights: Aligned<C>,
-    /// Their gradients, likewise.
-    d_scores: Aligned<C>,
-    /// The same transposed, for all blocks of the query tile: `[key blocks][queries][block]`.
-    weights_by_query: Aligned<C>,
-    d_scores_by_query: Aligned<C>,
-}
-
-impl<C: Real> Scratch<C> {
-    fn new<T: Element<Compute = C>>(pass: &Pass<'_, T>, sizes: &ScratchSizes) -> Self {
-        let (kernels, Sizes { head_dim, value_dim, .. }) = (pass.kernels, pass.attention.sizes());
-        let block = kernels.block;
-        let [queries, keys] = [sizes.queries, sizes.keys].map(|tokens| tokens.div_ceil(block));
-        let [q_len, v_len] = [head_dim, value_dim].map(|dim| kernels.block_len(dim));
-        let (tile_keys, tile_queries) = (pass.tile_keys(), pass.tile_queries());
-        Self {
-            queries: Queries {
-                q: Aligned::zeroed(queries * q_len),
-                d_out: Aligned::zeroed(queries * v_len),
-                d_q: Aligned::zeroed(queries * q_len),
-                lse: Aligned::zeroed(queries * block),
-                delta: Aligned::zeroed(queries * block),
-            },
-            keys: Keys {
-                k: Aligned::zeroed(keys * q_len),
-                v: Aligned::zeroed(keys * v_len),
-                d_k: Aligned::zeroed(keys * q_len),
-                d_v: Aligned::zeroed(keys * v_len),
-            },
-            tile: Tile {
-                weights: Aligned::zeroed(tile_keys * block),
-                d_scores: Aligned::zeroed(tile_keys * block),
-                weights_by_query: Aligned::zeroed(tile_keys * tile_queries),
-                d_scores_by_query: Aligned::zeroed(tile_keys * tile_queries),
-            },
-            staging: Aligned::zeroed(head_dim.max(value_dim) * block),
-        }
-    }
-}
-
 impl<T: Element> Pass<'_, T> {
     fn tile_keys(&self) -> usize {
         (TILE_KEYS / self.kernels.block).max(1) * self.kernels.block
@@ -225,17 +144,23 @@ impl<T: Element> Pass<'_, T> {
             self.d_k.prefetch(tokens.clone(), unit.kv_head);
             self.d_v.prefetch(tokens.clone(), unit.kv_head);
         }
-        own.d_k.fill(Real::ZERO);
-        own.d_v.fill(Real::ZERO);
+        let Sizes { head_dim, value_dim, .. } = self.attention.sizes();
+        let blocks = keys.len().div_ceil(kernels.block);
+        own.d_k[..blocks * kernels.block_len(head_dim)].fill(Real::ZERO);
+        own.d_v[..blocks * kernels.block_len(value_dim)].fill(Real::ZERO);
         for (head, index) in unit.heads.clone().zip(0..) {
             self.load_queries(unit, head, queries, staging);
             let len = self.q_len(unit);
             queries.d_q[..len].fill(Real::ZERO);
             for tile_start in keys.clone().step_by(self.tile_keys()) {
-                let tile_keys = tile_start..(tile_start + self.tile_keys()).min(keys.end);
                 for start in (0..unit.queries.len()).step_by(self.tile_queries()) {
-                    let rows = start..(start + self.tile_queries()).min(unit.queries.len());
-                    self.tile(unit, &keys, &tile_keys, &rows, queries, own, tile);
+                    let pair = Pair {
+                        unit,
+                        keys: tile_start..(tile_start + self.tile_keys()).min(keys.end),
+                        queries: start..(start + self.tile_queries()).min(unit.queries.len()),
+                        first_key_block: (tile_start - keys.start) / kernels.block,
+                    };
+                    self.tile(&pair, queries, own, tile);
                 }
             }
             match &mut d_q {
@@ -296,144 +221,6 @@ impl<T: Element> Pass<'_, T> {
             queries.lse[i] =
                 <T::Compute as Real>::from_f64(f64::from(row_lse) * std::f64::consts::LOG2_E);
             queries.delta[i] = dot(out, d_out) - d_lse;
-        }
-    }
-
-    /// Adds what a query tile and a key tile mean for each other.
-    #[allow(clippy::too_many_arguments)]
-    fn tile(
-        &self,
-        unit: &Unit,
-        task_keys: &Range<usize>,
-        tile_keys: &Range<usize>,
-        tile_queries: &Range<usize>,
-        queries: &mut Queries<T::Compute>,
-        keys: &mut Keys<T::Compute>,
-        tile: &mut Tile<T::Compute>,
-    ) {
-        let (kernels, block) = (self.kernels, self.kernels.block);
-        let Sizes { head_dim, value_dim, .. } = self.attention.sizes();
-        let [q_len, v_len] = [head_dim, value_dim].map(|dim| kernels.block_len(dim));
-        let (first_key, first_query) =
-            ((tile_keys.start - task_keys.start) / block, tile_queries.start / block);
-        // For each key block, the query rows of the tile that meet it.
-        let mut met = [const { 0..0 }; TILE_KEYS / 4];
-        for here in in_blocks(tile_queries, block) {
-            let seen = unit.band.seen_by_some(&here);
-            let visible = seen.start.max(tile_keys.start)..seen.end.min(tile_keys.end);
-            if visible.is_empty() {
-                continue;
-            }
-            let rows = visible.start - tile_keys.start..visible.end - tile_keys.start;
-            self.score_gradients(unit, &here, &visible, &rows, first_key, queries, keys, tile);
-            (kernels.across)(Across {
-                out: &mut queries.d_q[here.start / block * q_len..][..q_len],
-                scale: None,
-                a: &keys.k[first_key * q_len..],
-                b: &tile.d_scores,
-                dim: kernels.padded(head_dim),
-                rows: rows.clone(),
-                lanes: here.len(),
-            });
-            self.turn(&rows, here.start - tile_queries.start, tile);
-            let here = here.start - tile_queries.start..here.end - tile_queries.start;
-            for met in &mut met[rows.start / block..rows.end.div_ceil(block)] {
-                let start = if met.start == met.end { here.start } else { met.start };
-                *met = start..here.end;
-            }
-        }
-        for (index, (keys_here, rows)) in in_blocks(tile_keys, block).zip(met).enumerate() {
-            let by_query = index * self.tile_queries() * block;
-            let lanes = keys_here.len();
-            (kernels.across)(Across {
-                out: &mut keys.d_v[(first_key + index) * v_len..][..v_len],
-                scale: None,
-                a: &queries.d_out[first_query * v_len..],
-                b: &tile.weights_by_query[by_query..],
-                dim: kernels.padded(value_dim),
-                rows: rows.clone(),
-                lanes,
-            });
-            (kernels.across)(Across {
-                out: &mut keys.d_k[(first_key + index) * q_len..][..q_len],
-                scale: None,
-                a: &queries.q[first_query * q_len..],
-                b: &tile.d_scores_by_query[by_query..],
-                dim: kernels.padded(head_dim),
-                rows,
-                lanes,
-            });
-        }
-    }
-
-    /// The weights of one query block and the gradients of its scores, with zeros where it sees nothing.
-    #[allow(clippy::too_many_arguments)]
-    fn score_gradients(
-        &self,
-        unit: &Unit,
-        here: &Range<usize>,
-        visible: &Range<usize>,
-        rows: &Range<usize>,
-        first_key: usize,
-        queries: &Queries<T::Compute>,
-        keys: &Keys<T::Compute>,
-        tile: &mut Tile<T::Compute>,
-    ) {
-        let (kernels, block) = (self.kernels, self.kernels.block);
-        let Sizes { head_dim, value_dim, .. } = self.attention.sizes();
-        let query_block = here.start / block;
-        for (first, rows) in rows_by_block(rows, block, kernels.panel) {
-            let operands = [
-                (&keys.k, &queries.q, head_dim, &mut tile.weights),
-                (&keys.v, &queries.d_out, value_dim, &mut tile.d_scores),
-            ];
-            for (a, b, dim, out) in operands {
-                let len = kernels.block_len(dim);
-                (kernels.along)(Along {
-                    a: &a[(first_key + first / block) * len..][..len],
-                    b: &b[query_block * len..][..len],
-                    dim,
-                    out: &mut out[first * block..],
-                    rows: rows.clone(),
-                    lanes: here.len(),
-                });
-            }
-        }
-        let cells = rows.start * block..rows.end * block;
-        let (weights, d_scores) = (&mut tile.weights[cells.clone()], &mut tile.d_scores[cells]);
-        (kernels.score_gradient)(ScoreGradient {
-            scores: weights,
-            gradients: d_scores,
-            lse: &queries.lse[query_block * block..],
-            delta: &queries.delta[query_block * block..],
-            softcap: self.attention.options.log2_softcap().map(Real::from_f64),
-        });
-        unit.band.mask(weights, block, visible, here, Real::ZERO);
-        unit.band.mask(d_scores, block, visible, here, Real::ZERO);
-    }
-
-    /// Transposes `rows` of one query block into rows `first_query..` of the tile, with zeros for the
-    /// other keys of their blocks.
-    fn turn(&self, rows: &Range<usize>, first_query: usize, tile: &mut Tile<T::Compute>) {
-        let block = self.kernels.block;
-        let pairs = [
-            (&mut tile.weights, &mut tile.weights_by_query),
-            (&mut tile.d_scores, &mut tile.d_scores_by_query),
-        ];
-        for (from, to) in pairs {
-            let end = rows.end.next_multiple_of(block);
-            from[(rows.start - rows.start % block) * block..rows.start * block].fill(Real::ZERO);
-            from[rows.end * block..end * block].fill(Real::ZERO);
-            for index in rows.start / block..end / block {
-                (self.kernels.transpose)(Transpose {
-                    from: &from[index * block * block..],
-                    from_stride: block,
-                    to: &mut to[(index * self.tile_queries() + first_query) * block..],
-                    to_stride: block,
-                    rows: block,
-                    columns: block,
-                });
-            }
         }
     }
 
