@@ -9,8 +9,7 @@
 //! Elements are f32, f64, f16 or bf16 ([`Element`]); halves are computed in f32. The inner loops
 //! exist for AVX-512, for AVX2 with FMA and in portable form; [`InstructionSet`] says which one runs.
 //! Work is spread over rayon's current thread pool. The inputs alone decide every result, except that
-//! the sums behind the key and query gradients of a long segment may be grouped differently under
-//! another number of threads.
+//! the sums behind the query gradients of a long segment are grouped by the number of threads.
 
 mod aligned;
 pub mod attention_varlen;
