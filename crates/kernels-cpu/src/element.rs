@@ -76,6 +76,8 @@ pub trait Real:
     fn from_f64(value: f64) -> Self;
     /// The nearest value.
     fn from_f32(value: f32) -> Self;
+    /// Natural logarithm.
+    fn ln(self) -> Self;
     /// `1 / sqrt(self)`.
     fn rsqrt(self) -> Self;
     /// The kernels for one instruction set.
@@ -106,7 +108,7 @@ impl Real for f32 {
     /// Minimax in relative error (Remez), 1.9e-9 before rounding.
     const EXP2: &'static [f32] = &[
         1.0,
-        0.693_147_2,
+        std::f32::consts::LN_2,
         0.240_226_46,
         0.055_503_286,
         0.009_618_489,
@@ -120,6 +122,9 @@ impl Real for f32 {
     }
     fn from_f32(value: f32) -> f32 {
         value
+    }
+    fn ln(self) -> f32 {
+        self.ln()
     }
     #[inline(always)]
     fn rsqrt(self) -> f32 {
@@ -136,16 +141,19 @@ impl Real for f32 {
     /// Rational approximation with the coefficients of Eigen's `generic_fast_tanh`; about 2 ulp.
     #[inline(always)]
     fn tanh<V: Vector<Scalar = f32>>(x: V) -> V {
+        #[allow(clippy::excessive_precision, reason = "as published")]
         const ODD: [f32; 7] = [
-            -2.760_768_5e-16,
-            2.000_188e-13,
-            -8.604_672e-11,
-            5.122_297e-8,
-            1.485_722_4e-5,
-            6.372_619_3e-4,
-            4.893_525e-3,
+            -2.76076847742355e-16,
+            2.00018790482477e-13,
+            -8.60467152213735e-11,
+            5.12229709037114e-8,
+            1.48572235717979e-5,
+            6.37261928875436e-4,
+            4.89352455891786e-3,
         ];
-        const EVEN: [f32; 4] = [1.198_258_4e-6, 1.185_347e-4, 2.268_434_6e-3, 4.893_525_2e-3];
+        #[allow(clippy::excessive_precision, reason = "as published")]
+        const EVEN: [f32; 4] =
+            [1.19825839466702e-6, 1.18534705686654e-4, 2.26843463243900e-3, 4.89352518554385e-3];
         /// Where the approximation reaches one.
         const LIMIT: f32 = 7.905_311;
         let x = V::splat(-LIMIT).max(V::splat(LIMIT).min(x));
@@ -175,6 +183,9 @@ impl Real for f64 {
     }
     fn from_f32(value: f32) -> f64 {
         f64::from(value)
+    }
+    fn ln(self) -> f64 {
+        self.ln()
     }
     #[inline(always)]
     fn rsqrt(self) -> f64 {
@@ -240,7 +251,7 @@ macro_rules! element_of_itself {
 }
 
 macro_rules! half_element {
-    ($type:ty) => {
+    ($type:ty, |$halves:ident, $singles:ident| widen $widen:expr, narrow $narrow:expr) => {
         impl Element for $type {
             type Compute = f32;
 
@@ -254,11 +265,13 @@ macro_rules! half_element {
             }
             fn widen_all(from: &[$type], to: &mut [f32]) {
                 let len = from.len().min(to.len());
-                from[..len].convert_to_f32_slice(&mut to[..len]);
+                let ($halves, $singles) = (&from[..len], &mut to[..len]);
+                $widen
             }
             fn narrow_all(from: &[f32], to: &mut [$type]) {
                 let len = from.len().min(to.len());
-                to[..len].convert_from_f32_slice(&from[..len]);
+                let ($halves, $singles) = (&mut to[..len], &from[..len]);
+                $narrow
             }
             fn as_compute(_: &[$type]) -> Option<&[f32]> {
                 None
@@ -272,5 +285,40 @@ macro_rules! half_element {
 
 element_of_itself!(f32);
 element_of_itself!(f64);
-half_element!(f16);
-half_element!(bf16);
+half_element!(
+    f16,
+    |halves, singles| widen halves.convert_to_f32_slice(singles),
+    narrow halves.convert_from_f32_slice(singles)
+);
+// Loops that compilers make vectors of; those of `half` branch on each number.
+half_element!(
+    bf16,
+    |halves, singles| widen for (single, half) in singles.iter_mut().zip(halves) {
+        *single = f32::from_bits(u32::from(half.to_bits()) << 16);
+    },
+    narrow for (half, single) in halves.iter_mut().zip(singles) {
+        let bits = single.to_bits();
+        // To the nearest, ties to even.
+        let rounded = bits.wrapping_add(0x7fff + ((bits >> 16) & 1)) >> 16;
+        let quiet = (bits >> 16) | 0x40;
+        *half = bf16::from_bits(if single.is_nan() { quiet } else { rounded } as u16);
+    }
+);
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn bf16_slices_convert_as_single_numbers_do() {
+        let singles: Vec<_> = (0..=u32::MAX).step_by(4099).map(f32::from_bits).collect();
+        let mut halves = vec![bf16::ZERO; singles.len()];
+        bf16::narrow_all(&singles, &mut halves);
+        let mut widened = vec![0.0; singles.len()];
+        bf16::widen_all(&halves, &mut widened);
+        for ((single, half), widened) in singles.into_iter().zip(halves).zip(widened) {
+            assert_eq!(half.to_bits(), bf16::from_f32(single).to_bits(), "{single}");
+            assert!(widened.to_bits() == half.to_f32().to_bits() || single.is_nan(), "{single}");
+        }
+    }
+}

@@ -80,6 +80,26 @@ impl<'a, T: Element> View<'a, T> {
         }
     }
 
+    /// One token and head in the compute type: in place where type and strides allow, otherwise through
+    /// `staging`.
+    pub(crate) fn compute_row<'b>(
+        &self,
+        token: usize,
+        head: usize,
+        staging: &'b mut [T::Compute],
+    ) -> &'b [T::Compute]
+    where
+        'a: 'b,
+    {
+        match self.row(token, head).and_then(T::as_compute) {
+            Some(row) => row,
+            None => {
+                self.read(token, head, staging);
+                &staging[..self.shape[2]]
+            }
+        }
+    }
+
     /// Rows `tokens` of one head in the compute type, and the distance between rows: read in place where
     /// their type and strides allow, otherwise through `staging`.
     pub(crate) fn rows<'b>(
@@ -261,6 +281,12 @@ fn check_bounds(len: usize, offset: usize, shape: [usize; 3], strides: [isize; 3
 
 /// Writes `row` times `factor`; `row` is overwritten.
 pub(crate) fn write_row<T: Element>(target: &mut [T], row: &mut [T::Compute], factor: T::Compute) {
+    if let Some(target) = T::as_compute_mut(target) {
+        for (target, &value) in target.iter_mut().zip(&*row) {
+            *target = value * factor;
+        }
+        return;
+    }
     for value in row.iter_mut() {
         *value = *value * factor;
     }

@@ -289,13 +289,13 @@ impl<T: Element> Pass<'_, T> {
                 });
                 continue;
             }
-            out.read(token, head, out_row);
-            d_out.read(token, head, d_out_row);
+            let out = out.compute_row(token, head, out_row);
+            let d_out = d_out.compute_row(token, head, d_out_row);
             let d_lse =
                 d_lse.map_or(Real::ZERO, |d_lse| Real::from_f32(d_lse[token * heads + head]));
             queries.lse[i] =
                 <T::Compute as Real>::from_f64(f64::from(row_lse) * std::f64::consts::LOG2_E);
-            queries.delta[i] = dot(out_row, d_out_row) - d_lse;
+            queries.delta[i] = dot(out, d_out) - d_lse;
         }
     }
 

@@ -290,8 +290,8 @@ impl<T: Element> Pass<'_, T> {
         for (queries, block) in in_blocks(queries, self.kernels.block).zip(blocks) {
             let tokens = unit.queries.start + queries.start..unit.queries.start + queries.end;
             for ((token, max), sum) in tokens.clone().zip(&*block.max).zip(&*block.sum) {
-                let (log2_max, total): (f64, f64) = ((*max).into(), (*sum).into());
-                let lse = log2_max * std::f64::consts::LN_2 + total.ln();
+                let [log2_max, log_sum]: [f64; 2] = [(*max).into(), Real::ln(*sum).into()];
+                let lse = log2_max * std::f64::consts::LN_2 + log_sum;
                 // SAFETY: this row belongs to this task alone.
                 let target = unsafe { self.lse.row(token, head) };
                 target[0] = if *sum == Real::ZERO { f32::NEG_INFINITY } else { lse as f32 };

@@ -40,13 +40,9 @@ pub(super) fn backward<T: Element>(
                 d_input.prefetch(next, head);
                 // SAFETY: every token and head is visited once, by one task.
                 let target = unsafe { d_input.row(token, head) };
-                let x = match x.row(token, head).and_then(T::as_compute) {
-                    Some(row) => row,
-                    None if row_norm.is_none() => &[],
-                    None => {
-                        x.read(token, head, from);
-                        &*from
-                    }
+                let x = match row_norm {
+                    Some(_) => x.compute_row(token, head, from),
+                    None => &[],
                 };
                 let mut run = |gradient: &mut [T::Compute]| {
                     let d_weight = &mut d_weight;

@@ -30,13 +30,7 @@ pub(super) fn forward<T: Element>(
                 x.prefetch(token + 1..(token + 2).min(x.shape()[0]), head);
                 // SAFETY: every token and head is visited once, by one task.
                 let target = unsafe { out.row(token, head) };
-                let source = match x.row(token, head).and_then(T::as_compute) {
-                    Some(row) => row,
-                    None => {
-                        x.read(token, head, from);
-                        &*from
-                    }
-                };
+                let source = x.compute_row(token, head, from);
                 if let Some(out) = T::as_compute_mut(target) {
                     let norm = norm.map(|(norm, _)| norm);
                     (kernels.norm_rotate)(NormRotate { x: source, out, norm, tables });

@@ -170,3 +170,77 @@ macro_rules! table {
 
 table!(kernels_f32, f32, Avx512F32, Avx2F32);
 table!(kernels_f64, f64, Avx512F64, Avx2F64);
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::element::Real;
+
+    /// `function` in place of `inputs` by every instruction set, relative to `exact`.
+    fn check<C: Real>(
+        inputs: impl Iterator<Item = f64> + Clone,
+        function: fn(&'static Kernels<C>, &mut [C]),
+        exact: fn(f64) -> f64,
+        bound: f64,
+    ) {
+        for set in InstructionSet::ALL.into_iter().filter(|set| set.is_available()) {
+            let kernels = C::kernels(set);
+            let mut values: Vec<C> = inputs.clone().map(C::from_f64).collect();
+            values.resize(values.len().next_multiple_of(kernels.block), C::ZERO);
+            let before = values.clone();
+            function(kernels, &mut values);
+            for (x, found) in before.into_iter().zip(values) {
+                let [x, found]: [f64; 2] = [x.into(), found.into()];
+                let expected = exact(x);
+                assert!(
+                    (found - expected).abs() <= bound * expected.abs()
+                        || (found.is_nan() && expected.is_nan()),
+                    "{set:?}: {found} instead of {expected} at {x}"
+                );
+            }
+        }
+    }
+
+    /// Inputs are at most 0, so that the maximum 0 leaves them alone.
+    fn weights<C: Real>(kernels: &Kernels<C>, values: &mut [C]) {
+        let [mut max, mut sum, mut correction] = [(); 3].map(|()| vec![C::ZERO; kernels.block]);
+        (kernels.softmax)(Softmax {
+            scores: values,
+            max: &mut max,
+            sum: &mut sum,
+            correction: &mut correction,
+            lanes: kernels.block,
+        });
+    }
+
+    fn tanh<C: Real>(kernels: &Kernels<C>, values: &mut [C]) {
+        (kernels.softcap)(Softcap { scores: values, cap: C::ONE });
+    }
+
+    #[test]
+    fn powers_of_two_are_exact_to_an_ulp() {
+        let inputs = (0..20_000).map(|i| -f64::from(i) * 0.006);
+        check::<f32>(inputs.clone(), weights, f64::exp2, 1.3e-7);
+        check::<f64>(inputs, weights, f64::exp2, 4e-16);
+        let zeros = [-127.0, -200.0, -3e30, f64::NEG_INFINITY].into_iter();
+        check::<f32>(zeros.clone(), weights, |x| if x == 0.0 { 1.0 } else { 0.0 }, 0.0);
+        let zeros = zeros.map(|x| 20.0 * x);
+        check::<f64>(zeros, weights, |x| if x == 0.0 { 1.0 } else { 0.0 }, 0.0);
+    }
+
+    #[test]
+    fn tangents_are_exact_to_a_few_ulp() {
+        let inputs = (-20_000..20_000).map(|i| f64::from(i) * 0.0006).chain([1e-20, 1e9, f64::NAN]);
+        check::<f32>(inputs.clone(), tanh, f64::tanh, 5e-7);
+        check::<f64>(inputs, tanh, f64::tanh, 4e-16);
+    }
+
+    #[test]
+    fn names_are_those_of_the_sets() {
+        let names = ["scalar", "avx2", "avx512"].map(str::parse);
+        assert_eq!(names, InstructionSet::ALL.map(Ok));
+        let error = "avx1024".parse::<InstructionSet>();
+        assert_eq!(error, Err(UnknownInstructionSet("avx1024".into())));
+        assert!(InstructionSet::current().is_available());
+    }
+}

@@ -170,7 +170,7 @@ vector!(
 );
 
 vector!(
-    Avx2F32, f32, lanes 8, vectors 3, panel 4,
+    Avx2F32, f32, lanes 8, vectors 2, panel 4,
     splat _mm256_set1_ps, load _mm256_loadu_ps, store _mm256_storeu_ps,
     add _mm256_add_ps, sub _mm256_sub_ps, mul _mm256_mul_ps, div _mm256_div_ps,
     fmadd _mm256_fmadd_ps, max _mm256_max_ps, min _mm256_min_ps,
@@ -197,7 +197,7 @@ vector!(
 );
 
 vector!(
-    Avx2F64, f64, lanes 4, vectors 3, panel 4,
+    Avx2F64, f64, lanes 4, vectors 2, panel 4,
     splat _mm256_set1_pd, load _mm256_loadu_pd, store _mm256_storeu_pd,
     add _mm256_add_pd, sub _mm256_sub_pd, mul _mm256_mul_pd, div _mm256_div_pd,
     fmadd _mm256_fmadd_pd, max _mm256_max_pd, min _mm256_min_pd,

@@ -2,9 +2,7 @@
 #![allow(dead_code)]
 
 use kernels_cpu::attention_varlen::{backward_with, forward_with};
-use kernels_cpu::{
-    Attention, AttentionOptions, Element, Gradients, InstructionSet, OutputGradient,
-};
+use kernels_cpu::{Attention, AttentionOptions, Gradients, InstructionSet, OutputGradient};
 
 use super::{Float, Order, Random, Tensor, assert_close};
 
@@ -227,10 +225,7 @@ impl<T: Float> Data<T> {
 }
 
 /// [`Data::check`] on every instruction set of this machine.
-pub fn check<T: Float>(case: &Case)
-where
-    T: Element,
-{
+pub fn check<T: Float>(case: &Case) {
     let data = case.data::<T>();
     let expected = data.expected();
     for set in super::instruction_sets() {
