@@ -10,6 +10,7 @@
 //! | [`measure`], [`memory`] | time and memory of a call |
 //! | [`machine`] | what the machine itself reaches: the rate of a large matrix product and of a copy |
 //! | [`peer`] | the same layers in PyTorch |
+//! | [`plan`] | which cases the arguments ask for |
 //! | [`runner`] | everything asked for, one after another |
 //! | [`report`], [`plot`] | the results as rows, tables and pictures |
 
@@ -21,6 +22,7 @@ pub mod machine;
 pub mod measure;
 pub mod memory;
 pub mod peer;
+pub mod plan;
 pub mod plot;
 pub mod report;
 pub mod runner;

@@ -249,7 +249,9 @@ impl Panel<'_> {
             .y_label_area_size(64)
             .build_cartesian_2d((first / 1.3..last * 1.3).log_scale(), times.log_scale())?;
         let mut mesh = chart.configure_mesh();
-        mesh.disable_x_mesh().x_labels(0).y_labels(8).y_label_formatter(&|ms| tick(*ms));
+        // The places are labelled below; a logarithmic axis labels its decades even if told not to.
+        mesh.disable_x_mesh().x_label_formatter(&|_| String::new());
+        mesh.y_labels(8).y_label_formatter(&|ms| tick(*ms));
         mesh.y_label_style((FONT, 15)).light_line_style(RGBColor(238, 238, 238)).draw()?;
         for name in distinct(self.rows.iter().map(|row| series_name(row))) {
             let index = series.iter().position(|known| *known == name).unwrap_or_default();

@@ -5,22 +5,19 @@ use examples::devices::{NamedDevice, device};
 use rayon::ThreadPoolBuilder;
 
 use crate::BenchError;
-use crate::arguments::{Bench, Heads, Implementation, Operation, Scaling};
-use crate::case::{Case, tower_heads};
-use crate::layout::Layout;
+use crate::arguments::{Bench, Implementation, Operation, Scaling};
+use crate::case::Case;
 use crate::machine::{
     Calibration, Machine, copy_on_device, copy_on_host, cores, gemm, gemm_gflops,
 };
 use crate::measure::{Effort, Sample, measure};
 use crate::peer::{Peer, TorchImplementation};
+use crate::plan::{Point, or_default, points};
 use crate::report::{Contender, Report, Row, Skipped, TORCH, ratios};
 use crate::workload::{Candidate, MOST_SCORES, obstacle, prepare};
 
 /// Where `eager`, which is there to compare with, runs without being asked for.
 const SMALL_SCORES: usize = 256 << 20;
-
-/// Length of each segment where their number is varied.
-const SCALED_LENGTH: usize = 64;
 
 /// Runs what the arguments ask for and shows each row as it comes.
 ///
@@ -41,7 +38,7 @@ pub fn run(arguments: &Bench, progress: &mut dyn FnMut(String)) -> Result<Report
         ratios: Vec::new(),
     };
     let mut runner = Runner { arguments, devices, peer, progress, report };
-    for point in points(arguments) {
+    for point in points(arguments, cores()) {
         runner.point(&point)?;
     }
     let mut report = runner.report;
@@ -66,84 +63,6 @@ fn check(arguments: &Bench, device: &NamedDevice) -> Result<(), BenchError> {
 /// Only Flex computes in the pool of threads that it is called from.
 fn keeps_to_threads(device: &str) -> bool {
     device == "flex"
-}
-
-/// A case and how to run it.
-#[derive(Clone, Debug)]
-struct Point {
-    case: Case,
-    threads: usize,
-    scaling: Option<Scaling>,
-}
-
-/// The table's cases, then those of each curve.
-fn points(arguments: &Bench) -> Vec<Point> {
-    use Operation::{AttentionVarlen, Layer, RopeQkNorm, Tower};
-    let all = if arguments.scaling.is_empty() {
-        &[Layer, AttentionVarlen, RopeQkNorm, Tower][..]
-    } else {
-        &[]
-    };
-    let operations = or_default(&arguments.operations, all);
-    let threads = arguments.threads.unwrap_or_else(cores);
-    let case = |operation, heads, layout: &Layout| Case {
-        operation,
-        heads,
-        layout: layout.clone(),
-        dtype: arguments.dtype,
-        backward: arguments.backward,
-    };
-    let mut points = Vec::new();
-    for &operation in operations {
-        let (heads, layouts) = match operation {
-            Tower => (vec![tower_heads()], vec![Layout::pages()]),
-            _ => (or_default(&arguments.heads, &DEFAULT_HEADS).to_vec(), default_layouts()),
-        };
-        let layouts = or_default(&arguments.layouts, &layouts).to_vec();
-        for heads in heads {
-            points.extend(layouts.iter().map(|layout| Point {
-                case: case(operation, heads, layout),
-                threads,
-                scaling: None,
-            }));
-        }
-    }
-    let heads = arguments.heads.first().copied().unwrap_or(Heads::new(12, 128));
-    let layout = arguments.layouts.first().cloned().unwrap_or_else(|| Layout::uniform(1, 4096));
-    for &scaling in &arguments.scaling {
-        let curve: Vec<(Layout, usize)> = match scaling {
-            Scaling::Tokens => {
-                (10..=16).map(|power| (Layout::uniform(1, 1 << power), threads)).collect()
-            }
-            Scaling::Segments => [1, 3, 10, 30, 100, 300, 1000]
-                .map(|segments| (Layout::uniform(segments, SCALED_LENGTH), threads))
-                .to_vec(),
-            Scaling::Threads => {
-                let most = threads;
-                let powers = std::iter::successors(Some(1), |threads| Some(2 * threads));
-                let threads = powers.take_while(|threads| *threads < most).chain([most]);
-                threads.map(|threads| (layout.clone(), threads)).collect()
-            }
-        };
-        points.extend(curve.into_iter().map(|(layout, threads)| Point {
-            case: case(AttentionVarlen, heads, &layout),
-            threads,
-            scaling: Some(scaling),
-        }));
-    }
-    points
-}
-
-const DEFAULT_HEADS: [Heads; 3] = [Heads::new(24, 64), Heads::new(12, 128), Heads::new(16, 80)];
-
-fn default_layouts() -> Vec<Layout> {
-    let uniform = [(1, 4096), (4, 1024), (64, 64)];
-    let uniform = uniform.map(|(segments, length)| Layout::uniform(segments, length));
-    uniform.into_iter().chain([Layout::pages()]).collect()
-}
-
-fn or_default<'a, T>(asked: &'a [T], default: &'a [T]) -> &'a [T] {
-    if asked.is_empty() { default } else { asked }
 }
 
 struct Runner<'a> {

@@ -13,7 +13,7 @@ use crate::simd::{Across, Along, InstructionSet, Kernels, Softcap, Softmax};
 use crate::view::{Out, View, ViewMut};
 
 /// Queries that stream past the keys together, so that keys come from a far cache once for all of them.
-const TILE_QUERIES: usize = 128;
+const TILE_QUERIES: usize = 256;
 /// Keys per step of the online softmax: their scores against one block stay in the first cache.
 const TILE_KEYS: usize = 128;
 
@@ -59,10 +59,13 @@ pub(super) fn forward<T: Element>(
             tasks.push(whole);
             continue;
         }
+        let per_head = plan.parts(unit).div_ceil(unit.heads.len());
+        let step = unit.queries.len().div_ceil(per_head).next_multiple_of(pass.kernels.block);
+        let step = step.min(TILE_QUERIES);
         for head in unit.heads.clone() {
-            tasks.extend(whole.queries.clone().step_by(TILE_QUERIES).map(|start| Task {
+            tasks.extend(whole.queries.clone().step_by(step).map(|start| Task {
                 heads: head..head + 1,
-                queries: start..(start + TILE_QUERIES).min(whole.queries.end),
+                queries: start..(start + step).min(whole.queries.end),
                 ..whole
             }));
         }
@@ -107,6 +110,8 @@ impl<C: Real> Scratch<C> {
         let (kernels, sizes) = (pass.kernels, pass.attention.sizes());
         let own = tasks.iter().filter(|task| task.packed.is_none());
         let keys = own.map(|task| task.unit.keys.len()).max().unwrap_or(0);
+        let queries = tasks.iter().map(|task| task.queries.len()).max().unwrap_or(0);
+        let queries = queries.min(TILE_QUERIES);
         let block = kernels.block;
         let query_block = || QueryBlock {
             q: Aligned::zeroed(kernels.block_len(sizes.head_dim)),
@@ -116,7 +121,7 @@ impl<C: Real> Scratch<C> {
         };
         Self {
             packed: Packed::new(kernels, &sizes, keys),
-            blocks: (0..TILE_QUERIES.div_ceil(block)).map(|_| query_block()).collect(),
+            blocks: (0..queries.div_ceil(block)).map(|_| query_block()).collect(),
             scores: Aligned::zeroed(tile_keys(kernels) * block),
             correction: Aligned::zeroed(block),
             staging: Aligned::zeroed(sizes.head_dim.max(sizes.value_dim) * block),
@@ -145,8 +150,8 @@ impl<T: Element> Pass<'_, T> {
         let sizes = self.attention.sizes();
         let mut shared = Vec::new();
         for unit in &plan.units {
-            let is_shared =
-                plan.parts(unit) > 1 && unit.queries.len() * unit.heads.len() > TILE_QUERIES;
+            let rows = unit.queries.len() * unit.heads.len();
+            let is_shared = plan.parts(unit) > 1 && rows > TILE_QUERIES / 2;
             shared.push(is_shared.then(|| {
                 let mut packed = Packed::new(self.kernels, &sizes, unit.keys.len());
                 self.pack_in_parallel(&self.attention.k, unit, &mut packed.k);
