@@ -48,7 +48,7 @@ and sharded run on every device, even on one named twice; ddp needs cuda and NCC
 With --resume more --epochs may be asked for: the learning rate goes on along the longer schedule."
 )]
 struct Cli {
-    /// How often every digit is seen [default: 30, or what the resumed run had]
+    /// How often every digit is seen [default: 60, or what the resumed run had]
     #[arg(long, value_name = "COUNT", value_parser = positive)]
     epochs: Option<usize>,
     /// Use fewer digits of each part, for a quick look: up to 1199
@@ -56,7 +56,7 @@ struct Cli {
     #[arg(conflicts_with = "resume")]
     digits: usize,
     /// Images that a device packs into one step
-    #[arg(long, value_name = "COUNT", default_value = "32", value_parser = positive)]
+    #[arg(long, value_name = "COUNT", default_value = "16", value_parser = positive)]
     #[arg(conflicts_with = "resume")]
     batch_size: usize,
     /// Peak of the schedule: up over a tenth of the steps, down along a cosine
@@ -139,7 +139,7 @@ fn run(cli: Cli) -> Result<(), Box<dyn Error>> {
         (folder, settings, Some(epoch))
     } else {
         let Cli { digits, batch_size, learning_rate, seed, .. } = cli;
-        let epochs = cli.epochs.unwrap_or(30);
+        let epochs = cli.epochs.unwrap_or(60);
         let settings = Settings { epochs, digits, batch_size, learning_rate, seed };
         (RunFolder::create(&cli.out, &settings)?, settings, None)
     };
