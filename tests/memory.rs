@@ -75,8 +75,13 @@ fn a_training_step_by_the_kernel_grows_with_the_tokens() {
     let kernel = AttentionImplementation::FlashAttention2;
     let [one, two] = [512, 1024].map(|length| training_step(kernel, 2, length));
     let composed = training_step(AttentionImplementation::EagerV2, 2, 1024);
-    println!("one layer, 4 heads of 32, two segments: kernel {one} B at 512 tokens each, {two} B at");
-    println!("1,024 each; eager_v2 {composed} B at 1,024 each: {:.1} times", composed as f64 / two as f64);
+    println!(
+        "one layer, 4 heads of 32, two segments: kernel {one} B at 512 tokens each, {two} B at"
+    );
+    println!(
+        "1,024 each; eager_v2 {composed} B at 1,024 each: {:.1} times",
+        composed as f64 / two as f64
+    );
     assert!(two < one * 9 / 4, "twice the tokens took {two} B after {one} B");
     assert!(composed > 3 * two, "the composed step took {composed} B, the kernel's {two} B");
 }
@@ -102,6 +107,8 @@ fn gradient_checkpointing_keeps_the_inputs_of_blocks() {
     tower.set_gradient_checkpointing(true);
     step(&tower);
     let recomputed = peak(|| step(&tower));
-    println!("eight blocks: {kept} B with everything kept, {recomputed} B with blocks computed anew");
+    println!(
+        "eight blocks: {kept} B with everything kept, {recomputed} B with blocks computed anew"
+    );
     assert!(recomputed * 2 < kept, "{recomputed} B with checkpointing, {kept} B without");
 }

@@ -1,5 +1,6 @@
 //! What the example programs share.
 
 pub mod devices;
+pub mod digits;
 pub mod heatmap;
 pub mod output;

@@ -67,8 +67,7 @@ fn gradients(
         let unseeing = lse.clone().detach().equal_elem(f64::NEG_INFINITY);
         (out * cotangent).sum() + (lse * weight).mask_fill(unseeing, 0.0).sum()
     } else {
-        let out =
-            attention_varlen_by(implementation, q, k, v, segments_q, segments_k, options);
+        let out = attention_varlen_by(implementation, q, k, v, segments_q, segments_k, options);
         (out * cotangent).sum()
     };
     let gradients = loss.backward();
@@ -82,19 +81,40 @@ fn flex_f64() -> Device {
     Device::flex().autodiff()
 }
 
+fn kernel_has_the_gradients_of_the_definition(
+    problem: &Problem,
+    (named, device): &(&NamedDevice, Device),
+) -> Result<(), TestCaseError> {
+    let expected = gradients(problem, &flex_f64(), DType::F64, ORACLE, false);
+    let ours = gradients(problem, device, DType::F32, KERNEL, false);
+    for (name, (ours, expected)) in ["q", "k", "v"].iter().zip(ours.iter().zip(&expected)) {
+        let distance = distance(ours, expected);
+        prop_assert!(distance < 2e-5, "{named}: gradient of {name} is off by {distance}");
+    }
+    Ok(())
+}
+
 proptest! {
-    #![proptest_config(ProptestConfig::with_cases(32))]
+    #![proptest_config(ProptestConfig::with_cases(64))]
 
     #[test]
-    fn kernels_have_the_gradients_of_the_definition(problem in problems()) {
+    fn the_cpu_kernel_has_the_gradients_of_the_definition(problem in problems()) {
         prop_assume!(problem.q.tokens > 0 && problem.k.tokens > 0);
-        let expected = gradients(&problem, &flex_f64(), DType::F64, ORACLE, false);
-        for (named, device) in training_devices(DType::F32) {
-            let ours = gradients(&problem, &device, DType::F32, KERNEL, false);
-            for (name, (ours, expected)) in ["q", "k", "v"].iter().zip(ours.iter().zip(&expected)) {
-                let distance = distance(ours, expected);
-                prop_assert!(distance < 2e-5, "{named}: gradient of {name} is off by {distance}");
-            }
+        for device in training_devices(DType::F32).iter().filter(|(named, _)| named.name == "flex") {
+            kernel_has_the_gradients_of_the_definition(&problem, device)?;
+        }
+    }
+}
+
+proptest! {
+    // A software GPU compiles the three kernels of each new combination of options for seconds.
+    #![proptest_config(ProptestConfig::with_cases(8))]
+
+    #[test]
+    fn other_kernels_have_the_gradients_of_the_definition(problem in problems()) {
+        prop_assume!(problem.q.tokens > 0 && problem.k.tokens > 0);
+        for device in training_devices(DType::F32).iter().filter(|(named, _)| named.name != "flex") {
+            kernel_has_the_gradients_of_the_definition(&problem, device)?;
         }
     }
 }
@@ -106,8 +126,7 @@ proptest! {
 #[case::window(AttentionOptions { window: Window { left: Some(3), right: Some(1) }, ..Default::default() })]
 fn gradients_flow_through_lse(#[case] options: AttentionOptions) {
     let problem = Problem::new(3, &[(7, 7), (0, 2), (4, 9), (3, 0)], (4, 2), (16, 24), options);
-    // The composed operations have no f64 lse: f32 on the oracle's side, too.
-    let expected = composed_lse_gradients(&problem);
+    let expected = lse_gradients(&problem);
     for (named, device) in training_devices(DType::F32) {
         let ours = gradients(&problem, &device, DType::F32, KERNEL, true);
         for (ours, expected) in ours.iter().zip(&expected) {
@@ -118,7 +137,7 @@ fn gradients_flow_through_lse(#[case] options: AttentionOptions) {
 }
 
 /// The gradients of [`gradients`] through lse by central differences of the loss in f64 loops.
-fn composed_lse_gradients(problem: &Problem) -> [Vec<f64>; 3] {
+fn lse_gradients(problem: &Problem) -> [Vec<f64>; 3] {
     let cotangent = Heads::random(91, [problem.q.tokens, problem.q.heads, problem.v.dim]);
     let weight = Heads::random(92, [problem.q.tokens, problem.q.heads, 1]);
     let loss = |problem: &Problem| -> f64 {
@@ -178,8 +197,7 @@ impl Projection {
                 k_weight: weight(6),
                 epsilon: 1e-5,
             }),
-            rope: rotated
-                .then(|| rope.prepare(&positions, &device.clone().without_autodiff())),
+            rope: rotated.then(|| rope.prepare(&positions, &device.clone().without_autodiff())),
             segments,
         }
     }
@@ -196,7 +214,7 @@ impl Projection {
         let loss = (out.clone() * cotangent.to_tensor(&device, out.dtype())).sum();
         let gradients = loss.backward();
         let mut found = vec![values(self.qkv.grad(&gradients).expect("qkv learns"))];
-        for norms in &self.norms {
+        if let Some(norms) = &self.norms {
             for weight in [&norms.q_weight, &norms.k_weight] {
                 found.push(values(weight.grad(&gradients).expect("weights learn")));
             }
@@ -207,7 +225,7 @@ impl Projection {
 
 #[rstest]
 fn a_projection_has_the_gradients_of_its_parts(
-    #[values(16, 24, 72)] head_dim: usize,
+    #[values(24, 72)] head_dim: usize,
     #[values(true, false)] normed: bool,
     #[values(true, false)] rotated: bool,
     #[values(true, false)] balanced: bool,
@@ -239,17 +257,14 @@ fn norm_and_rotation_have_the_gradients_of_the_definition(
     let run = |device: &Device, dtype: DType| -> Vec<Vec<f64>> {
         let inputs = Projection::new(device, dtype, 24, normed, rotated);
         let part = |index| inputs.qkv.clone().narrow(1, index, 1).squeeze_dim::<3>(1);
-        let (q, k) =
-            rope_qk_norm(part(0), part(1), inputs.rope.as_ref(), inputs.norms.as_ref());
+        let (q, k) = rope_qk_norm(part(0), part(1), inputs.rope.as_ref(), inputs.norms.as_ref());
         let [tokens, heads, head_dim] = q.dims();
-        let weight = |seed| {
-            Heads::random(seed, [tokens, heads, head_dim]).to_tensor(device, dtype)
-        };
+        let weight = |seed| Heads::random(seed, [tokens, heads, head_dim]).to_tensor(device, dtype);
         // Twice the output of q: its incoming gradient is a sum of two.
         let loss = (q.clone() * weight(31)).sum() + (q * weight(32)).sum() + (k * weight(33)).sum();
         let gradients = loss.backward();
         let mut found = vec![values(inputs.qkv.grad(&gradients).expect("qkv learns"))];
-        for norms in &inputs.norms {
+        if let Some(norms) = &inputs.norms {
             for weight in [&norms.q_weight, &norms.k_weight] {
                 found.push(values(weight.grad(&gradients).expect("weights learn")));
             }
@@ -320,7 +335,7 @@ fn gradients_repeat_bit_for_bit() {
     let problem = Problem::new(11, &[(40, 40), (7, 33)], (4, 2), (64, 64), Default::default());
     for (named, device) in training_devices(DType::F32) {
         let first = gradients(&problem, &device, DType::F32, KERNEL, false);
-        for _ in 0..10 {
+        for _ in 0..4 {
             assert_eq!(gradients(&problem, &device, DType::F32, KERNEL, false), first, "{named}");
         }
     }
@@ -333,7 +348,8 @@ fn half_precision_gradients_are_as_good_as_composed_ones() {
     let problem = Problem::new(12, &[(33, 33), (20, 50)], (4, 2), (64, 64), Default::default());
     let exact = gradients(&problem, &flex_f64(), DType::F64, ORACLE, false);
     for dtype in [DType::F16, DType::BF16] {
-        let composed = gradients(&problem, &flex_f64(), dtype, AttentionImplementation::Sdpa, false);
+        let composed =
+            gradients(&problem, &flex_f64(), dtype, AttentionImplementation::Sdpa, false);
         for (named, device) in training_devices(dtype) {
             let ours = gradients(&problem, &device, dtype, KERNEL, false);
             for ((ours, composed), exact) in ours.iter().zip(&composed).zip(&exact) {

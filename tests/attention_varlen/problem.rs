@@ -116,4 +116,3 @@ pub fn self_attention() -> impl Strategy<Value = Problem> {
         Problem::new(u64::from(seed), &lengths, (2, 2), (16, 16), options)
     })
 }
-

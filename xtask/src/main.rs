@@ -1,6 +1,8 @@
-//! Development commands: `cargo xtask parity`, `devices`, `checkpoint`, `audit`, `provision`.
+//! Development commands: `cargo xtask parity`, `bench`, `devices`, `checkpoint`, `audit`,
+//! `provision`.
 
 mod audit;
+mod bench;
 mod checkpoint;
 mod devices;
 mod parity;
@@ -21,6 +23,8 @@ struct Cli {
 enum Command {
     /// Run every golden case and compare with the reference.
     Parity(parity::Parity),
+    /// Measure layers and operations in a release build: time, memory, arithmetic rate.
+    Bench(Box<attention_bench::arguments::Bench>),
     /// Write a model folder with random weights, to time a tower of any size.
     Checkpoint(checkpoint::Checkpoint),
     /// List each device that answers and what a request resolves to on it.
@@ -35,6 +39,7 @@ fn main() -> ExitCode {
     env_logger::Builder::from_env(env_logger::Env::default().default_filter_or("off")).init();
     let result = match Cli::parse().command {
         Command::Parity(parity) => parity.run(),
+        Command::Bench(arguments) => bench::run(&arguments),
         Command::Checkpoint(checkpoint) => checkpoint.run(),
         Command::Devices(devices) => devices.run(),
         Command::Audit(arguments) => audit::run(&arguments),

@@ -4,7 +4,7 @@ use burn::module::Module;
 use burn::tensor::{DType, Device, Tensor, TensorData};
 use burn_vision_attention::{
     AttentionError, AttentionImplementation, PositionOrder, Resolution, RotaryPositionEmbedding,
-    VisionRmsNorm, VisionRmsNormConfig, VisionRotaryEmbedding,
+    Segments, VisionRmsNorm, VisionRmsNormConfig, VisionRotaryEmbedding,
 };
 use half::bf16;
 
@@ -13,6 +13,8 @@ use crate::block::DotsVisionBlock;
 use crate::config::{AdapterType, ConfigError, DotsVitConfig, RopeTableDtype, RouterSemantics};
 use crate::grid::{self, GridError, GridThw};
 use crate::patch_embed::DotsPatchEmbed;
+#[cfg(feature = "autodiff")]
+use crate::recompute::recompute;
 
 /// Input that a tower cannot encode.
 #[derive(Debug, thiserror::Error)]
@@ -80,6 +82,9 @@ pub struct DotsVisionEncoder {
     config: DotsVitConfig,
     #[module(skip)]
     rotary: VisionRotaryEmbedding,
+    #[module(skip)]
+    #[cfg_attr(not(feature = "autodiff"), allow(dead_code))]
+    gradient_checkpointing: bool,
 }
 
 impl DotsVisionEncoder {
@@ -104,6 +109,7 @@ impl DotsVisionEncoder {
             adapter: DotsAdapter::new(config, device),
             config: config.clone(),
             rotary: VisionRotaryEmbedding::cached(config.head_dim() / 2),
+            gradient_checkpointing: false,
         })
     }
 
@@ -134,6 +140,13 @@ impl DotsVisionEncoder {
         for block in &mut self.blocks {
             block.attn.set_eager_fallback(fallback);
         }
+    }
+
+    /// Whether training keeps only the input of each block and computes the rest of it anew in the
+    /// backward pass: less memory for one more forward pass. Off at first; no effect without gradients.
+    #[cfg(feature = "autodiff")]
+    pub fn set_gradient_checkpointing(&mut self, gradient_checkpointing: bool) {
+        self.gradient_checkpointing = gradient_checkpointing;
     }
 
     /// What the attention of this tower runs as on `device` in `dtype`, with every fallback taken
@@ -211,7 +224,7 @@ impl DotsVisionEncoder {
         let mut x = self.patch_embed.forward(pixel_values.cast(self.dtype()));
         observe(TowerStage::PatchEmbed, &x);
         for (layer, block) in self.blocks.iter().enumerate() {
-            x = block.forward(x, &segments, &rope)?;
+            x = self.run_block(block, x, &segments, &rope)?;
             observe(TowerStage::Block(layer), &x);
         }
         if let Some(norm) = &self.post_trunk_norm {
@@ -219,6 +232,26 @@ impl DotsVisionEncoder {
             observe(TowerStage::PostNorm, &x);
         }
         Ok(x)
+    }
+
+    fn run_block(
+        &self,
+        block: &DotsVisionBlock,
+        x: Tensor<2>,
+        segments: &Segments,
+        rope: &RotaryPositionEmbedding,
+    ) -> Result<Tensor<2>, AttentionError> {
+        #[cfg(feature = "autodiff")]
+        if self.gradient_checkpointing {
+            let segments = segments.clone();
+            let [cos, sin] = [&rope.cos, &rope.sin].map(|table| table.clone().without_autodiff());
+            let rope = RotaryPositionEmbedding { cos, sin };
+            let forward = move |block: &DotsVisionBlock, x| {
+                block.forward(x, &segments, &rope).expect("both are made for these tokens")
+            };
+            return Ok(recompute(block, x, std::sync::Arc::new(forward)));
+        }
+        block.forward(x, segments, rope)
     }
 
     fn check(&self, pixel_values: &Tensor<2>, grid_thw: &[GridThw]) -> Result<(), EncoderError> {

@@ -20,6 +20,8 @@ pub mod mlp;
 pub mod moe;
 pub mod patch_embed;
 pub mod preprocess;
+#[cfg(feature = "autodiff")]
+mod recompute;
 
 pub use checkpoint::{CheckpointError, CheckpointOptions, LoadReport};
 pub use config::{ConfigError, DotsVitConfig};

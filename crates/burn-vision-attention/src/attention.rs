@@ -11,8 +11,9 @@ use crate::implementation::{
     resolve_attn_implementation,
 };
 use crate::norm::{VisionRmsNorm, VisionRmsNormConfig};
-use crate::ops::attention_varlen::{Attention, AttentionError, AttentionOptions, run};
-use crate::ops::rope_qk_norm::{QkNorm, rope_qk_norm};
+use crate::ops::attention_varlen::{AttentionError, AttentionOptions};
+use crate::ops::qkv_attention::try_qkv_attention;
+use crate::ops::rope_qk_norm::QkNorm;
 use crate::{RotaryPositionEmbedding, Segments};
 
 /// Configuration of a [`VisionAttention`].
@@ -231,19 +232,17 @@ impl VisionAttention {
             return Ok(x);
         }
         let resolution = self.resolution(&x.device(), x.dtype());
-        let [q, k, v] = self.project(x);
-        let (q, k) = rope_qk_norm(q, k, rope, self.norms().as_ref());
-        let options = AttentionOptions { is_causal: self.is_causal, ..Default::default() };
-        let attention = Attention::new([q, k, v], segments, segments, &options)?;
-        let context = run(resolution.implementation, &attention);
-        Ok(self.proj.forward(context.reshape([tokens, self.dim()])))
-    }
-
-    /// q, k and v, each `[tokens, num_heads, head_dim]`.
-    fn project(&self, x: Tensor<2>) -> [Tensor<3>; 3] {
-        let tokens = x.dims()[0];
         let qkv = self.qkv.forward(x).reshape([tokens, 3, self.num_heads, self.head_dim()]);
-        [0, 1, 2].map(|part| qkv.clone().narrow(1, part, 1).squeeze_dim(1))
+        let options = AttentionOptions { is_causal: self.is_causal, ..Default::default() };
+        let context = try_qkv_attention(
+            resolution.implementation,
+            qkv,
+            rope,
+            self.norms().as_ref(),
+            segments,
+            &options,
+        )?;
+        Ok(self.proj.forward(context.reshape([tokens, self.dim()])))
     }
 
     fn norms(&self) -> Option<QkNorm> {

@@ -215,20 +215,28 @@ mod tests {
         }
     }
 
+    /// A dtype that no kernel computes in.
+    const UNSERVED: DType = DType::Flex32;
+
     #[rstest]
-    #[case(Eager, Sdpa, &[])]
-    #[case(EagerV2, Eager, &[])]
-    #[case(Sdpa, Eager, &[])]
-    #[case(FlashAttention2, Sdpa, &[(FlashAttention2, Sdpa)])]
-    #[case(FlashAttention3, EagerV2, &[(FlashAttention3, FlashAttention2), (FlashAttention2, EagerV2)])]
-    #[case(FlashAttention2, FlashAttention3, &[(FlashAttention2, Eager)])]
+    #[case(Eager, Sdpa, UNSERVED, &[])]
+    #[case(EagerV2, Eager, UNSERVED, &[])]
+    #[case(Sdpa, Eager, UNSERVED, &[])]
+    #[case(FlashAttention2, Sdpa, DType::F32, &[])]
+    #[case(FlashAttention2, Sdpa, UNSERVED, &[(FlashAttention2, Sdpa)])]
+    #[case(FlashAttention3, Sdpa, DType::F16, &[(FlashAttention3, FlashAttention2)])]
+    #[case(FlashAttention3, EagerV2, UNSERVED, &[(FlashAttention3, FlashAttention2), (FlashAttention2, EagerV2)])]
+    #[case(FlashAttention2, FlashAttention3, UNSERVED, &[(FlashAttention2, Eager)])]
     fn requests_fall_back_in_order(
         #[case] requested: AttentionImplementation,
         #[case] eager_fallback: AttentionImplementation,
+        #[case] dtype: DType,
         #[case] expected: &[(AttentionImplementation, AttentionImplementation)],
+        #[values(Device::flex(), Device::flex().autodiff())] device: Device,
     ) {
+        let requirements = KernelRequirements { dtype, ..REQUIREMENTS };
         let resolution =
-            resolve_attn_implementation(requested, &Device::flex(), &REQUIREMENTS, eager_fallback);
+            resolve_attn_implementation(requested, &device, &requirements, eager_fallback);
         let steps: Vec<_> = resolution.fallbacks.iter().map(|step| (step.from, step.to)).collect();
         assert_eq!(steps, expected);
         assert_eq!(resolution.implementation, expected.last().map_or(requested, |step| step.1));

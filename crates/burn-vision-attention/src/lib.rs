@@ -9,7 +9,7 @@
 //! | its implementations | [`AttentionImplementation`], [`resolve_attn_implementation`] |
 //! | 2D rotary embedding | [`VisionRotaryEmbedding`], [`RotaryPositionEmbedding`], [`vision_positions`] |
 //! | norm | [`VisionRmsNorm`] |
-//! | operations on tensors | [`attention_varlen`], [`rope_qk_norm`] |
+//! | operations on tensors | [`attention_varlen`], [`rope_qk_norm`], [`qkv_attention`] |
 //!
 //! # Implementations
 //!
@@ -56,6 +56,7 @@ pub use ops::attention_varlen::{
     AttentionError, AttentionOptions, Window, attention_varlen, attention_varlen_by,
     attention_varlen_with_lse, check_attention_varlen,
 };
+pub use ops::qkv_attention::qkv_attention;
 pub use ops::rope_qk_norm::{QkNorm, rope_qk_norm};
 pub use positions::{PositionError, PositionOrder, vision_positions};
 pub use rope::{

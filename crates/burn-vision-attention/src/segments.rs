@@ -234,7 +234,7 @@ impl Segments {
         if let Some(value) = known.into_iter().find(|value| fits(value)) {
             return value;
         }
-        const KEPT: usize = 4;
+        const KEPT: usize = 8;
         let value = Arc::new(derive());
         derived.truncate(KEPT - 1);
         derived.insert(0, value.clone());

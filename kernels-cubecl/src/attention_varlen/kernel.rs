@@ -10,7 +10,7 @@ use crate::{
 
 /// Which sides of the band are bounded, and whether scores are capped.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub(super) struct ScoreOptions {
+pub(crate) struct ScoreOptions {
     pub bounded_left: bool,
     pub bounded_right: bool,
     pub softcap: bool,

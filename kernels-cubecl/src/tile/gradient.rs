@@ -131,11 +131,9 @@ pub trait GradientAlgebra: Send + Sync + 'static {
         #[comptime] shape: GradientShape,
     );
 
-    /// `scores = cap * tanh(scores)`.
-    fn softcap(scores: &mut Self::Scores, cap: f32, #[comptime] shape: GradientShape);
     /// Replaces scores by weights, `p = exp(s - lse)`, and gradients of weights by gradients of
-    /// scores, `ds = p * (dp - delta)`, times the derivative `1 - (s / cap)^2` of softcap if
-    /// `capped`. Both are 0 outside the band, whose column 0 is `first_column`.
+    /// scores, `ds = p * (dp - delta)`. If `capped`, `s = cap * tanh(score)` and `ds` is that of the
+    /// score times `cap`. Both are 0 outside the band, whose column 0 is `first_column`.
     fn differentiate(
         scores: &mut Self::Scores,
         gradients: &mut Self::Scores,

@@ -116,9 +116,15 @@ impl Case {
             && right.is_none_or(|right| key as i64 <= diagonal + right as i64)
     }
 
-    /// Output and lse. With `rounding`, every intermediate is rounded to the element type, which
+    /// Output, rounded to the element type, and lse. With `rounding`, so is every intermediate, which
     /// estimates what arithmetic in that type can achieve.
-    pub fn reference(&self, [q, k, v]: &[Vec<f64>; 3], rounding: bool) -> (Vec<f64>, Vec<f64>) {
+    pub fn reference(&self, inputs: &[Vec<f64>; 3], rounding: bool) -> (Vec<f64>, Vec<f64>) {
+        let (out, lse) = self.forward(inputs, rounding);
+        (out.into_iter().map(|x| round(self.dtype, x)).collect(), lse)
+    }
+
+    /// The same before the output is rounded.
+    pub fn forward(&self, [q, k, v]: &[Vec<f64>; 3], rounding: bool) -> (Vec<f64>, Vec<f64>) {
         let r = |x: f64| if rounding { round(self.dtype, x) } else { x };
         let (h, hk, d, dv) = (self.heads, self.heads_kv, self.head_dim, self.value_dim);
         let mut out = vec![0.0; self.tokens_q() * h * dv];
@@ -153,9 +159,6 @@ impl Case {
                     for (o, x) in out[target * dv..][..dv].iter_mut().zip(value) {
                         *o += weight * x;
                     }
-                }
-                for o in &mut out[target * dv..][..dv] {
-                    *o = round(self.dtype, *o);
                 }
             }
             start_q += nq;

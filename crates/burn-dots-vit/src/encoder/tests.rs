@@ -188,3 +188,78 @@ fn released_sizes() {
     let router_biases = 608;
     assert_eq!(moe.num_params() - router_biases, 6_871_277_312);
 }
+
+/// Gradients of the pixel rows and of every trainable parameter, by name.
+#[cfg(feature = "autodiff")]
+fn gradients(
+    tower: &DotsVisionEncoder,
+    pixels: &Tensor<2>,
+    grids: &[GridThw],
+) -> Vec<(String, Vec<f32>)> {
+    use crate::checkpoint::{ParameterVisitor, StoredParameter};
+    use burn::module::Param;
+    use burn::tensor::Gradients;
+
+    struct Collect<'a>(&'a Gradients, Vec<(String, Vec<f32>)>);
+    impl ParameterVisitor for Collect<'_> {
+        fn visit<const D: usize>(
+            &mut self,
+            stored: &StoredParameter,
+            parameter: &Param<Tensor<D>>,
+        ) {
+            if let Some(gradient) = parameter.val().grad(self.0) {
+                self.1.push((stored.name.clone(), gradient.into_data().iter::<f32>().collect()));
+            }
+        }
+    }
+    let pixels = pixels.clone().require_grad();
+    let tokens = tower.forward(pixels.clone(), grids).unwrap();
+    let gradients = (tokens.clone() * tokens).sum().backward();
+    let first = pixels.grad(&gradients).unwrap().into_data().iter::<f32>().collect();
+    let mut collected = Collect(&gradients, vec![("pixel_values".to_owned(), first)]);
+    tower.visit_parameters(&mut collected);
+    collected.1
+}
+
+/// Blocks computed anew give the gradients of blocks that were kept, router and experts included.
+#[cfg(feature = "autodiff")]
+#[rstest]
+fn gradient_checkpointing_changes_no_gradient(
+    #[values(AdapterType::PatchMerger, AdapterType::PixelShuffleMlp)] adapter: AdapterType,
+    #[values(true, false)] balanced: bool,
+) {
+    let device = Device::flex().autodiff();
+    let device = if balanced { device.gradient_checkpointing() } else { device };
+    let config = small(adapter);
+    let mut tower = DotsVisionEncoder::new(&config, &device).unwrap();
+    let grids = [GridThw::new(1, 4, 6), GridThw::new(2, 2, 2)];
+    let rows = grids.iter().map(GridThw::tokens).sum();
+    let pixels = Tensor::from_data(pixels(rows, &config).into_data(), &device);
+    let kept = gradients(&tower, &pixels, &grids);
+    tower.set_gradient_checkpointing(true);
+    let recomputed = gradients(&tower, &pixels, &grids);
+    assert!(kept.len() > 10);
+    for ((name, kept), (other, recomputed)) in kept.iter().zip(&recomputed) {
+        assert_eq!(name, other);
+        assert_eq!(kept, recomputed, "{name}");
+    }
+    assert_eq!(kept.len(), recomputed.len());
+}
+
+/// What does not learn stays without a gradient, and the rest learns around it.
+#[cfg(feature = "autodiff")]
+#[test]
+fn gradient_checkpointing_leaves_frozen_parameters_alone() {
+    let device = Device::flex().autodiff();
+    let config = small(AdapterType::PatchMerger);
+    let mut tower = DotsVisionEncoder::new(&config, &device).unwrap();
+    tower.set_gradient_checkpointing(true);
+    tower.patch_embed = tower.patch_embed.no_grad();
+    tower.blocks[0].attn = tower.blocks[0].attn.clone().no_grad();
+    let rows = Tensor::from_data(pixels(24, &config).into_data(), &device);
+    let tokens = tower.forward(rows, &[GridThw::new(1, 4, 6)]).unwrap();
+    let gradients = tokens.sum().backward();
+    assert!(tower.blocks[0].attn.qkv.weight.grad(&gradients).is_none());
+    assert!(tower.blocks[0].norm_2.weight.grad(&gradients).is_some());
+    assert!(tower.blocks[1].attn.qkv.weight.grad(&gradients).is_some());
+}

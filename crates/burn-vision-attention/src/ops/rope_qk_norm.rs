@@ -1,7 +1,13 @@
 //! Per-head RMS norm of q and k, then rotary embedding: the step between projection and attention.
 
+#[cfg(feature = "kernels")]
+use burn::backend::Dispatch;
+#[cfg(feature = "kernels")]
+use burn::tensor::{DType, Device};
 use burn::tensor::{Tensor, assert_shape};
 
+#[cfg(feature = "kernels")]
+use super::backend::{Norm, Rotation};
 use crate::norm::rms_norm;
 use crate::rope::{RotaryPositionEmbedding, apply_rotary_pos_emb_vision};
 
@@ -38,22 +44,24 @@ pub fn rope_qk_norm(
     rope: Option<&RotaryPositionEmbedding>,
     norms: Option<&QkNorm>,
 ) -> (Tensor<3>, Tensor<3>) {
-    check(&q, &k, rope, norms);
-    #[cfg(feature = "cube")]
+    check(q.dims(), k.dims(), rope, norms);
+    #[cfg(feature = "kernels")]
     if let Some(results) = kernel(&q, &k, rope, norms) {
         return results;
     }
     composed(q, k, rope, norms)
 }
 
-fn check(
-    q: &Tensor<3>,
-    k: &Tensor<3>,
+/// Checks the shapes of [`rope_qk_norm`]'s arguments, of which q and k have the given ones.
+pub(super) fn check(
+    q: [usize; 3],
+    k: [usize; 3],
     rope: Option<&RotaryPositionEmbedding>,
     norms: Option<&QkNorm>,
 ) {
-    let [tokens, _, head_dim] = q.dims();
-    assert_shape!(k, [tokens, _, head_dim]);
+    let [tokens, _, head_dim] = q;
+    let expected = [tokens, k[1], head_dim];
+    assert_eq!(k, expected, "k: expected the tokens and head_dim of q, {expected:?}, got {k:?}");
     if let Some(RotaryPositionEmbedding { cos, sin }) = rope {
         assert!(head_dim.is_multiple_of(2), "q: expected an even head_dim, got {head_dim}");
         assert_shape!(cos, [tokens, head_dim / 2]);
@@ -66,47 +74,77 @@ fn check(
 }
 
 /// One pass over q and k by the device's kernel, where it has one.
-#[cfg(feature = "cube")]
+#[cfg(feature = "kernels")]
 fn kernel(
     q: &Tensor<3>,
     k: &Tensor<3>,
     rope: Option<&RotaryPositionEmbedding>,
     norms: Option<&QkNorm>,
 ) -> Option<(Tensor<3>, Tensor<3>)> {
-    use super::backend::{Norm, PackedAttentionBackend, Rotation};
-    use burn::backend::Dispatch;
-    use burn::tensor::DType;
+    use super::backend::PackedAttentionBackend;
 
-    let device = q.device();
-    let tables = |rope: &RotaryPositionEmbedding| [rope.cos.dtype(), rope.sin.dtype()];
-    let weights = |norms: &QkNorm| [norms.q_weight.dtype(), norms.k_weight.dtype()];
-    let plain = q.dtype() == k.dtype()
-        && rope.map(tables).is_none_or(|dtypes| dtypes == [DType::F32; 2])
-        && norms.map(weights).is_none_or(|[q, k]| q == k);
-    if device.is_autodiff() || !plain || (rope.is_none() && norms.is_none()) {
+    let shapes = [q.dims(), k.dims()];
+    if q.dtype() != k.dtype() || !kernel_serves(&q.device(), q.dtype(), shapes, rope, norms) {
         return None;
     }
+    let [q, k] = [q, k].map(|tensor| tensor.clone().into_dispatch());
+    let (q, k) = Dispatch::packed_rope_qk_norm(q, k, rotation(rope), norm(norms));
+    Some((Tensor::from_dispatch(q), Tensor::from_dispatch(k)))
+}
+
+/// Whether the device has a kernel for these arguments.
+#[cfg(feature = "kernels")]
+pub(super) fn kernel_serves(
+    device: &Device,
+    dtype: DType,
+    shapes: [[usize; 3]; 2],
+    rope: Option<&RotaryPositionEmbedding>,
+    norms: Option<&QkNorm>,
+) -> bool {
+    let tables = |rope: &RotaryPositionEmbedding| {
+        [&rope.cos, &rope.sin].iter().all(|table| table.dtype() == DType::F32 && !learns(table))
+    };
+    let weights = |norms: &QkNorm| norms.q_weight.dtype() == norms.k_weight.dtype();
+    let empty = shapes.iter().any(|shape| shape.contains(&0));
+    let nothing_to_do = rope.is_none() && norms.is_none();
+    if empty || nothing_to_do || !rope.is_none_or(tables) || !norms.is_none_or(weights) {
+        return false;
+    }
     let norm_dtype = norms.map(|norms| norms.q_weight.dtype());
-    let shapes = [q.dims(), k.dims()];
-    super::cube::supports_rope_qk_norm(&device, q.dtype(), shapes, rope.is_some(), norm_dtype)
-        .ok()?;
-    let rotation = match rope {
+    super::kernels::supports_rope_qk_norm(device, dtype, shapes, rope.is_some(), norm_dtype).is_ok()
+}
+
+/// Whether gradients flow into a tensor: the kernels have none for the tables.
+#[cfg(all(feature = "kernels", feature = "autodiff"))]
+fn learns(table: &Tensor<2>) -> bool {
+    table.is_tracked()
+}
+
+#[cfg(all(feature = "kernels", not(feature = "autodiff")))]
+fn learns(_: &Tensor<2>) -> bool {
+    false
+}
+
+#[cfg(feature = "kernels")]
+pub(super) fn rotation(rope: Option<&RotaryPositionEmbedding>) -> Rotation<Dispatch> {
+    match rope {
         Some(RotaryPositionEmbedding { cos, sin }) => {
             let [cos, sin] = [cos, sin].map(|table| table.clone().into_dispatch());
             Rotation::Tables { cos, sin }
         }
         None => Rotation::Absent,
-    };
-    let norm = match norms {
+    }
+}
+
+#[cfg(feature = "kernels")]
+pub(super) fn norm(norms: Option<&QkNorm>) -> Norm<Dispatch> {
+    match norms {
         Some(QkNorm { q_weight, k_weight, epsilon }) => {
             let [q, k] = [q_weight, k_weight].map(|weight| weight.clone().into_dispatch());
             Norm::Rms { q, k, epsilon: *epsilon }
         }
         None => Norm::Absent,
-    };
-    let [q, k] = [q, k].map(|tensor| tensor.clone().into_dispatch());
-    let (q, k) = Dispatch::packed_rope_qk_norm(q, k, rotation, norm);
-    Some((Tensor::from_dispatch(q), Tensor::from_dispatch(k)))
+    }
 }
 
 /// Norm, then rotation, in tensor operations.
@@ -173,7 +211,7 @@ mod tests {
     }
 
     #[test]
-    #[should_panic(expected = "assert_shape!(k,")]
+    #[should_panic(expected = "k: expected the tokens and head_dim of q")]
     fn q_and_k_of_other_tokens_panic() {
         let device = Device::flex();
         rope_qk_norm(

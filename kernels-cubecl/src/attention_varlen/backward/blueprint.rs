@@ -68,7 +68,7 @@ const SOFTWARE: Tiling = Tiling {
 
 const CPU: Tiling = Tiling {
     units: (1, 1),
-    register_tiles: &[(16, 8, false), (8, 8, false), (4, 4, false), (1, 1, false)],
+    register_tiles: &[(8, 4, false), (4, 4, false), (1, 1, false)],
     statistics: (1, 8),
 };
 

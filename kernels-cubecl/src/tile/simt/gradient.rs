@@ -5,7 +5,7 @@
 
 use cubecl::prelude::*;
 
-use super::{Simt, first_row, pitch, product, softcap, unit_x, zeros};
+use super::{Simt, first_row, pitch, product, tanh, unit_x, zeros};
 use crate::tile::{
     Axis, Band, F2, GradientAlgebra, GradientShape, Product, UnitGrid,
     global::{F4, load_rows},
@@ -207,10 +207,6 @@ impl GradientAlgebra for Simt {
         product::stage_weights(&mut workspace.staged, weights, shape.grid);
     }
 
-    fn softcap(scores: &mut Array<f32>, cap: f32, #[comptime] shape: GradientShape) {
-        softcap(scores, cap, shape.grid);
-    }
-
     fn differentiate(
         scores: &mut Array<f32>,
         gradients: &mut Array<f32>,
@@ -225,7 +221,6 @@ impl GradientAlgebra for Simt {
         let grid = shape.grid;
         let row = first_row(grid) as i32;
         let column = first_column + unit_x(grid) as i32;
-        let inverse = 1.0f32 / cap;
         #[unroll]
         for r in 0..grid.rows {
             #[unroll]
@@ -234,12 +229,15 @@ impl GradientAlgebra for Simt {
                 let own = statistics[comptime!(if axis == Axis::Rows { r } else { c })];
                 let visible =
                     band.sees(row + comptime!(r as i32), column + comptime!((c * grid.x) as i32));
-                let weight = f32::exp(scores[i] - own.extract(0usize));
-                let mut gradient = weight * (gradients[i] - own.extract(1usize));
+                let mut score = scores[i];
+                let mut gradient = gradients[i] - own.extract(1usize);
                 if comptime!(capped) {
-                    let tanh = scores[i] * inverse;
+                    let tanh = tanh(score);
+                    score = cap * tanh;
                     gradient *= 1.0f32 - tanh * tanh;
                 }
+                let weight = f32::exp(score - own.extract(0usize));
+                gradient *= weight;
                 scores[i] = select(visible, weight, f32::new(0.0f32));
                 gradients[i] = select(visible, gradient, f32::new(0.0f32));
             }

@@ -87,15 +87,11 @@ fn first_row(#[comptime] grid: UnitGrid) -> usize {
     unit_y(grid) * grid.rows
 }
 
-/// `scores = cap * tanh(scores)`.
+/// `tanh(x) = 1 - 2 / (exp(2x) + 1)`: saturates on both sides and keeps NaN, which built-in tanh
+/// does not promise.
 #[cube]
-fn softcap(scores: &mut Array<f32>, cap: f32, #[comptime] grid: UnitGrid) {
-    #[unroll]
-    for i in 0..comptime!(grid.rows * grid.columns) {
-        // tanh(x) = 1 - 2 / (exp(2x) + 1): saturates on both sides and keeps NaN, which built-in
-        // tanh does not promise.
-        scores[i] = cap * (1.0f32 - 2.0f32 / (f32::exp(2.0f32 * scores[i]) + 1.0f32));
-    }
+fn tanh(x: f32) -> f32 {
+    1.0f32 - 2.0f32 / (f32::exp(2.0f32 * x) + 1.0f32)
 }
 
 /// Zeros of an output tile `width` elements wide.
@@ -244,7 +240,11 @@ impl TileAlgebra for Simt {
     }
 
     fn softcap(scores: &mut Array<f32>, cap: f32, #[comptime] shape: TileShape) {
-        softcap(scores, cap, comptime!(shape.grid()));
+        let tile = comptime!(RegisterTile::of(shape));
+        #[unroll]
+        for i in 0..comptime!(tile.rows * tile.keys) {
+            scores[i] = cap * tanh(scores[i]);
+        }
     }
 
     fn mask(scores: &mut Array<f32>, band: &Band, first_key: i32, #[comptime] shape: TileShape) {

@@ -55,7 +55,7 @@ pub(super) fn mma_ab_t(
 }
 
 /// `output += weights * values` over `width` vectors of 4, with the weights last given to
-/// [`stage_weights`]. Rows of `values` lie `pitch` vectors apart.
+/// [`stage_weights`](fn@stage_weights). Rows of `values` lie `pitch` vectors apart.
 #[cube]
 pub(super) fn mma_ab(
     weights: &[F4],
@@ -87,7 +87,7 @@ pub(super) fn mma_ab(
     }
 }
 
-/// Hands the weights over to [`mma_ab`].
+/// Hands the weights over to [`mma_ab`](fn@mma_ab).
 #[cube]
 pub(super) fn stage_weights(staged: &mut [F4], weights: &Array<f32>, #[comptime] grid: UnitGrid) {
     let groups = comptime!(groups(grid));

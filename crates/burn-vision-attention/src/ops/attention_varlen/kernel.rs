@@ -4,7 +4,6 @@ use burn::tensor::{Device, Tensor};
 
 use super::problem::Attention;
 use crate::implementation::{AttentionImplementation, KernelRequirements};
-use crate::report::device_name;
 
 /// Whether an implementation can run on a device, and if not, which property is missing.
 pub(crate) fn support(
@@ -21,44 +20,27 @@ pub(crate) fn support(
     }
 }
 
-#[cfg(feature = "cube")]
+#[cfg(feature = "kernels")]
 fn flash_attention_2(device: &Device, requirements: &KernelRequirements) -> Result<(), String> {
     let KernelRequirements { dtype, head_dim, value_dim } = *requirements;
     let shapes = [[1, 1, head_dim], [1, 1, head_dim], [1, 1, value_dim]];
-    without_gradients(device)?;
-    crate::ops::cube::supports_attention(device, dtype, shapes, &Default::default())
+    crate::ops::kernels::supports_attention(device, dtype, shapes, &Default::default())
 }
 
-#[cfg(not(feature = "cube"))]
-fn flash_attention_2(device: &Device, _: &KernelRequirements) -> Result<(), String> {
-    Err(no_kernel(device))
-}
-
-#[cfg(feature = "cube")]
+#[cfg(feature = "kernels")]
 fn flash_attention_3(device: &Device) -> Result<(), String> {
-    Err(crate::ops::cube::missing_for_flash_attention_3(device))
-}
-
-#[cfg(not(feature = "cube"))]
-fn flash_attention_3(device: &Device) -> Result<(), String> {
-    Err(no_kernel(device))
+    Err(crate::ops::kernels::missing_for_flash_attention_3(device))
 }
 
 /// Output and lse by the kernel, or why it cannot run.
-#[cfg(feature = "cube")]
+#[cfg(feature = "kernels")]
 pub(super) fn kernel(attention: &Attention<'_>) -> Result<(Tensor<3>, Tensor<2>), String> {
     use crate::ops::backend::PackedAttentionBackend;
     use burn::backend::Dispatch;
 
     let Attention { q, k, v, segments_q, segments_k, options, .. } = attention;
-    let device = q.device();
-    without_gradients(&device)?;
-    crate::ops::cube::supports_attention(
-        &device,
-        q.dtype(),
-        [q.dims(), k.dims(), v.dims()],
-        options,
-    )?;
+    let shapes = [q.dims(), k.dims(), v.dims()];
+    crate::ops::kernels::supports_attention(&q.device(), q.dtype(), shapes, options)?;
     if attention.sizes.tokens == 0 {
         return Ok(attention.unseeing(0));
     }
@@ -68,22 +50,22 @@ pub(super) fn kernel(attention: &Attention<'_>) -> Result<(Tensor<3>, Tensor<2>)
     Ok((Tensor::from_dispatch(out), Tensor::from_dispatch(lse)))
 }
 
-#[cfg(not(feature = "cube"))]
+#[cfg(not(feature = "kernels"))]
+fn flash_attention_2(device: &Device, _: &KernelRequirements) -> Result<(), String> {
+    Err(no_kernel(device))
+}
+
+#[cfg(not(feature = "kernels"))]
+fn flash_attention_3(device: &Device) -> Result<(), String> {
+    Err(no_kernel(device))
+}
+
+#[cfg(not(feature = "kernels"))]
 pub(super) fn kernel(attention: &Attention<'_>) -> Result<(Tensor<3>, Tensor<2>), String> {
     Err(no_kernel(&attention.q.device()))
 }
 
-#[cfg(feature = "cube")]
-fn without_gradients(device: &Device) -> Result<(), String> {
-    if device.is_autodiff() {
-        return Err(
-            "the kernel has no backward pass yet, and the device records gradients".to_owned()
-        );
-    }
-    Ok(())
-}
-
-#[cfg_attr(feature = "cube", allow(dead_code))]
+#[cfg(not(feature = "kernels"))]
 fn no_kernel(device: &Device) -> String {
-    format!("{} has no kernel in this build", device_name(device))
+    format!("{} has no kernel in this build", crate::report::device_name(device))
 }

@@ -16,6 +16,13 @@ pub struct AttentionOptions {
     pub softcap: Option<f64>,
 }
 
+impl AttentionOptions {
+    /// The factor on q k^T for a head dimension.
+    pub(crate) fn scale(&self, head_dim: usize) -> f64 {
+        self.softmax_scale.unwrap_or_else(|| 1.0 / (head_dim as f64).sqrt())
+    }
+}
+
 /// A sliding window over keys: query `i` sees keys `i + shift - left ..= i + shift + right`, where
 /// `shift` is the number of keys less the number of queries of the segment. No limit when absent.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]

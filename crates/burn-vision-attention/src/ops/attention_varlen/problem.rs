@@ -149,7 +149,7 @@ impl<'a> Attention<'a> {
     }
 
     pub(crate) fn softmax_scale(&self) -> f64 {
-        self.options.softmax_scale.unwrap_or_else(|| 1.0 / (self.sizes.head_dim as f64).sqrt())
+        self.options.scale(self.sizes.head_dim)
     }
 
     /// Zeros and -inf: the output and lse of `tokens` queries that see no key.
@@ -165,7 +165,7 @@ impl<'a> Attention<'a> {
 }
 
 impl AttentionOptions {
-    fn check(&self) -> Result<(), AttentionError> {
+    pub(crate) fn check(&self) -> Result<(), AttentionError> {
         let options = [("softmax_scale", self.softmax_scale), ("softcap", self.softcap)];
         for (option, value) in options {
             if let Some(found) = value.filter(|value| !(*value > 0.0 && value.is_finite())) {

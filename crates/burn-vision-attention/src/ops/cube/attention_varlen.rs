@@ -3,30 +3,40 @@
 use std::sync::Arc;
 
 use burn::backend::CubeDevice;
-use burn::tensor::{DType, Device, Shape};
-use burn_cubecl::kernel::untile;
-use burn_cubecl::ops::numeric::empty_device_contiguous_dtype;
+use burn::tensor::DType;
+use burn_cubecl::CubeBackend;
+use burn_cubecl::kernel::{into_contiguous, untile};
 use burn_cubecl::tensor::CubeTensor;
 use cubecl::client::Client;
+use kernels_cubecl::attention_varlen::backward::{
+    self, AttentionGradProblem, AttentionGradTensors, GradPlacements, Placement,
+};
 use kernels_cubecl::attention_varlen::{self as kernel, AttentionProblem, AttentionTensors};
 use kernels_cubecl::{DeviceWorkList, LaunchError, TensorLayout, WorkList};
 
-use super::{cube_device, element, layout};
+use super::{element, empty_like, layout, view};
 use crate::Segments;
 use crate::ops::attention_varlen::AttentionOptions;
+use crate::ops::backend::{AttentionGradients, LseGradient, Wanted};
 
 /// Whether the kernel serves contiguous tensors of these shapes on a device, and if not, why.
 pub(in crate::ops) fn supports(
-    device: &Device,
+    device: &CubeDevice,
     dtype: DType,
     [q, k, v]: [[usize; 3]; 3],
     options: &AttentionOptions,
+    training: bool,
 ) -> Result<(), String> {
-    let device = cube_device(device)?;
+    let client = device.client();
     let layouts = [q, k, v].map(TensorLayout::contiguous);
     let problem = problem(layouts, dtype, options);
-    let blueprint = kernel::supports(device.client().properties(), &problem);
-    blueprint.map(|_| ()).map_err(|reason| reason.to_string())
+    kernel::supports(client.properties(), &problem).map_err(|reason| reason.to_string())?;
+    if training {
+        let blueprint =
+            backward::supports(client.properties(), &AttentionGradProblem::new(problem));
+        blueprint.map_err(|reason| format!("backward pass: {reason}"))?;
+    }
+    Ok(())
 }
 
 /// Output and lse.
@@ -34,7 +44,7 @@ pub(in crate::ops) fn supports(
 /// # Panics
 ///
 /// When the kernel cannot serve the arguments, which [`supports`] tells beforehand.
-pub(super) fn run(
+pub(super) fn forward(
     tensors: [CubeTensor; 3],
     segments_q: &Segments,
     segments_k: &Segments,
@@ -42,11 +52,9 @@ pub(super) fn run(
 ) -> (CubeTensor, CubeTensor) {
     let [q, k, v] = tensors.map(untile);
     let problem = problem([layout(&q), layout(&k), layout(&v)], q.dtype, options);
-    let (client, device, dtype) = (q.client.clone(), q.device.clone(), q.dtype);
-    let new =
-        |shape, dtype| empty_device_contiguous_dtype(client.clone(), device.clone(), shape, dtype);
-    let out = new(Shape::new(problem.out_shape()), dtype);
-    let lse = new(Shape::new(problem.lse_shape()), DType::F32);
+    let (client, device) = (q.client.clone(), q.device.clone());
+    let out = empty_like(&q, problem.out_shape(), q.dtype);
+    let lse = empty_like(&q, problem.lse_shape(), DType::F32);
     let tensors = AttentionTensors {
         q: q.binding(),
         k: k.binding(),
@@ -61,6 +69,106 @@ pub(super) fn run(
     };
     launch().unwrap_or_else(|error| panic!("attention_varlen: {error}"));
     (out, lse)
+}
+
+/// The gradients that are wanted, from output, lse and the gradient of the output.
+///
+/// # Panics
+///
+/// As [`forward`].
+pub(super) fn backward(
+    tensors: [CubeTensor; 3],
+    upstream: [CubeTensor; 3],
+    d_lse: LseGradient<CubeBackend>,
+    segments: [&Segments; 2],
+    options: &AttentionOptions,
+    wanted: Wanted,
+) -> AttentionGradients<CubeBackend> {
+    let tensors = tensors.map(untile);
+    let layouts = tensors.each_ref().map(layout);
+    let dtype = tensors[0].dtype;
+    let forward = problem(layouts, dtype, options);
+    let placements = GradPlacements::separate(&forward);
+    let grads = empty_like(&tensors[0], [placements.len(&forward)], dtype);
+    let problem = AttentionGradProblem { placements, ..AttentionGradProblem::new(forward) };
+    launch_backward(problem, tensors, upstream, d_lse, segments, &grads);
+    let part = |placement: Placement, shape: [usize; 3]| {
+        if shape.contains(&0) {
+            return empty_like(&grads, shape, dtype);
+        }
+        view(&grads, placement.offset, shape, placement.layout(shape).strides)
+    };
+    let [q, k, v] = layouts.map(|layout| layout.shape);
+    match wanted {
+        Wanted::All => AttentionGradients::All {
+            q: part(placements.dq, q),
+            k: part(placements.dk, k),
+            v: part(placements.dv, v),
+        },
+        Wanted::Query => AttentionGradients::Query { q: part(placements.dq, q) },
+        Wanted::KeyValue => {
+            AttentionGradients::KeyValue { k: part(placements.dk, k), v: part(placements.dv, v) }
+        }
+    }
+}
+
+/// Writes the gradients of q, k and v, which have one shape, to `d_qkv` `[tokens, 3, heads, head_dim]`.
+///
+/// # Panics
+///
+/// As [`forward`].
+pub(super) fn backward_packed(
+    tensors: [CubeTensor; 3],
+    upstream: [CubeTensor; 3],
+    segments: &Segments,
+    options: &AttentionOptions,
+    d_qkv: &CubeTensor,
+) {
+    let tensors = tensors.map(untile);
+    let forward = problem(tensors.each_ref().map(layout), tensors[0].dtype, options);
+    let placements = GradPlacements::packed(&forward);
+    let problem = AttentionGradProblem { placements, ..AttentionGradProblem::new(forward) };
+    let segments = [segments, segments];
+    launch_backward(problem, tensors, upstream, LseGradient::Absent, segments, d_qkv);
+}
+
+fn launch_backward(
+    mut problem: AttentionGradProblem,
+    tensors: [CubeTensor; 3],
+    [out, lse, d_out]: [CubeTensor; 3],
+    d_lse: LseGradient<CubeBackend>,
+    [segments_q, segments_k]: [&Segments; 2],
+    grads: &CubeTensor,
+) {
+    let [q, k, v] = tensors;
+    let (out, d_out) = (untile(out), untile(d_out));
+    let d_lse = match d_lse {
+        LseGradient::Absent => None,
+        LseGradient::Present { d_lse } => Some(untile(d_lse)),
+    };
+    (problem.out, problem.d_out) = (layout(&out), layout(&d_out));
+    problem.d_lse = d_lse.as_ref().map(|d_lse| [d_lse.meta.strides()[0], d_lse.meta.strides()[1]]);
+    let (client, device) = (q.client.clone(), q.device.clone());
+    let stats = empty_like(&q, problem.stats_shape(), DType::F32);
+    let tensors = AttentionGradTensors {
+        q: q.binding(),
+        k: k.binding(),
+        v: v.binding(),
+        out: out.binding(),
+        d_out: d_out.binding(),
+        lse: into_contiguous(lse).binding(),
+        d_lse: d_lse.map(CubeTensor::binding),
+        stats: stats.binding(),
+        grads: grads.clone().binding(),
+    };
+    let launch = || -> Result<(), LaunchError> {
+        let blueprint = backward::supports(client.properties(), &problem)?;
+        let (tile_q, tile_k) = (blueprint.tile_q(), blueprint.tile_k());
+        let work_q = work_list(&client, &device, segments_q, segments_k, tile_q);
+        let work_k = work_list(&client, &device, segments_k, segments_q, tile_k);
+        backward::launch(&client, &problem, &blueprint, &work_q.list, &work_k.list, tensors)
+    };
+    launch().unwrap_or_else(|error| panic!("attention_varlen, backward pass: {error}"));
 }
 
 fn problem(
@@ -86,17 +194,17 @@ struct UploadedWork {
     offsets_k: Box<[i32]>,
 }
 
-/// The work list of these segments: uploaded once for each device, then shared by all layers.
+/// The work list of these segments, the first of which is cut into tiles of `tile` tokens: uploaded once for each device, then shared by all layers.
 fn work_list(
     client: &Client,
     device: &CubeDevice,
     segments_q: &Segments,
     segments_k: &Segments,
-    tile_q: usize,
+    tile: usize,
 ) -> Arc<UploadedWork> {
     segments_q.derived(
         |work: &UploadedWork| {
-            work.list.tile_q() == tile_q
+            work.list.tile_q() == tile
                 && work.device == *device
                 && *work.offsets_k == *segments_k.offsets()
         },
@@ -104,7 +212,7 @@ fn work_list(
             let offsets = |segments: &Segments| -> Vec<usize> {
                 segments.offsets().iter().map(|&offset| offset as usize).collect()
             };
-            let list = WorkList::new(&offsets(segments_q), &offsets(segments_k), tile_q)
+            let list = WorkList::new(&offsets(segments_q), &offsets(segments_k), tile)
                 .unwrap_or_else(|error| panic!("attention_varlen: {error}"));
             UploadedWork {
                 list: list.upload(client),

@@ -1,23 +1,27 @@
 //! Where the operations go on CubeCL devices: the kernels of `kernels-cubecl`.
 
 mod attention_varlen;
+mod qkv_attention;
 mod rope_qk_norm;
 
+use burn::backend::CubeDevice;
 use burn::backend::cubecl::dtype_to_storage_type;
 use burn::backend::tensor::FloatTensor;
-use burn::backend::{CubeDevice, DispatchDevice, TensorMetadata};
-use burn::tensor::{DType, Device};
+use burn::tensor::{DType, Shape};
 use burn_cubecl::CubeBackend;
+use burn_cubecl::ops::numeric::empty_device_contiguous_dtype;
 use burn_cubecl::tensor::CubeTensor;
+use cubecl::zspace::metadata::Metadata;
 use kernels_cubecl::TensorLayout;
 
 pub(super) use attention_varlen::supports as supports_attention;
 pub(super) use rope_qk_norm::supports as supports_rope_qk_norm;
 
 use super::attention_varlen::AttentionOptions;
-use super::backend::{Norm, PackedAttentionBackend, Rotation};
+use super::backend::{
+    AttentionGradients, LseGradient, Norm, PackedAttentionBackend, Rotation, Scale, Wanted,
+};
 use crate::Segments;
-use crate::report::device_name;
 
 impl PackedAttentionBackend for CubeBackend {
     fn packed_attention(
@@ -28,7 +32,25 @@ impl PackedAttentionBackend for CubeBackend {
         segments_k: Segments,
         options: AttentionOptions,
     ) -> (FloatTensor<Self>, FloatTensor<Self>) {
-        attention_varlen::run([q, k, v], &segments_q, &segments_k, &options)
+        attention_varlen::forward([q, k, v], &segments_q, &segments_k, &options)
+    }
+
+    fn packed_attention_backward(
+        q: FloatTensor<Self>,
+        k: FloatTensor<Self>,
+        v: FloatTensor<Self>,
+        out: FloatTensor<Self>,
+        lse: FloatTensor<Self>,
+        d_out: FloatTensor<Self>,
+        d_lse: LseGradient<Self>,
+        segments_q: Segments,
+        segments_k: Segments,
+        options: AttentionOptions,
+        wanted: Wanted,
+    ) -> AttentionGradients<Self> {
+        let upstream = [out, lse, d_out];
+        let segments = [&segments_q, &segments_k];
+        attention_varlen::backward([q, k, v], upstream, d_lse, segments, &options, wanted)
     }
 
     fn packed_rope_qk_norm(
@@ -37,41 +59,87 @@ impl PackedAttentionBackend for CubeBackend {
         rotation: Rotation<Self>,
         norm: Norm<Self>,
     ) -> (FloatTensor<Self>, FloatTensor<Self>) {
-        rope_qk_norm::run(q, k, rotation, norm)
+        rope_qk_norm::forward(q, k, rotation, norm)
     }
-}
 
-/// The CubeCL device behind a Burn device without autodiff.
-fn cube_device(device: &Device) -> Result<&CubeDevice, String> {
-    match device.as_dispatch() {
-        DispatchDevice::Cube(device) => Ok(device),
-        #[allow(unreachable_patterns)] // where CubeCL is the only backend
-        _ => Err(format!("{} is not a CubeCL device", device_name(device))),
+    fn packed_rope_norm(
+        x: FloatTensor<Self>,
+        rotation: Rotation<Self>,
+        scale: Scale<Self>,
+    ) -> FloatTensor<Self> {
+        rope_qk_norm::forward_one(x, rotation, scale)
+    }
+
+    fn packed_rope_norm_backward(
+        x: FloatTensor<Self>,
+        d_out: FloatTensor<Self>,
+        rotation: Rotation<Self>,
+        scale: Scale<Self>,
+    ) -> (FloatTensor<Self>, Scale<Self>) {
+        rope_qk_norm::backward_one(x, d_out, rotation, scale)
+    }
+
+    fn packed_qkv_attention(
+        qkv: FloatTensor<Self>,
+        rotation: Rotation<Self>,
+        norm: Norm<Self>,
+        segments: Segments,
+        options: AttentionOptions,
+    ) -> (FloatTensor<Self>, FloatTensor<Self>) {
+        qkv_attention::forward(qkv, rotation, norm, &segments, &options)
+    }
+
+    fn packed_qkv_attention_backward(
+        qkv: FloatTensor<Self>,
+        out: FloatTensor<Self>,
+        lse: FloatTensor<Self>,
+        d_out: FloatTensor<Self>,
+        rotation: Rotation<Self>,
+        norm: Norm<Self>,
+        segments: Segments,
+        options: AttentionOptions,
+    ) -> (FloatTensor<Self>, Norm<Self>) {
+        qkv_attention::backward(qkv, out, lse, d_out, rotation, norm, &segments, &options)
     }
 }
 
 /// What keeps `flash_attention_3` from running on a device.
-pub(super) fn missing_for_flash_attention_3(device: &Device) -> String {
-    let features = match cube_device(device) {
-        Ok(device) => device.client().properties().features.clone(),
-        Err(reason) => return reason,
-    };
+pub(super) fn missing_for_flash_attention_3(device: &CubeDevice) -> String {
+    let features = device.client().properties().features.clone();
     let missing = match () {
         _ if !features.copy_async => "asynchronous copies",
         _ if features.matmul.mma.is_empty() => "matrix units",
         _ => return "this version has no kernel of its own for it".to_owned(),
     };
-    format!("{} reports no {missing}", device_name(device))
+    format!("{device:?} reports no {missing}")
 }
 
 /// The layout of a rank-3 tensor as it lies in memory.
 fn layout(tensor: &CubeTensor) -> TensorLayout {
-    let shape = tensor.shape();
+    let shape = tensor.meta.shape();
     let strides = tensor.meta.strides();
     TensorLayout {
         shape: [shape[0], shape[1], shape[2]],
         strides: [strides[0], strides[1], strides[2]],
     }
+}
+
+/// A contiguous tensor of unspecified content where `other` is.
+fn empty_like<const D: usize>(other: &CubeTensor, shape: [usize; D], dtype: DType) -> CubeTensor {
+    let (client, device) = (other.client.clone(), other.device.clone());
+    empty_device_contiguous_dtype(client, device, Shape::new(shape), dtype)
+}
+
+/// The tensor's buffer from `offset` elements after its start, seen in another shape.
+fn view(tensor: &CubeTensor, offset: usize, shape: [usize; 3], strides: [usize; 3]) -> CubeTensor {
+    let bytes = (offset * tensor.dtype.size()) as u64;
+    CubeTensor::new(
+        tensor.client.clone(),
+        tensor.handle.clone().offset_start(bytes),
+        Metadata::new(shape, strides),
+        tensor.device.clone(),
+        tensor.dtype,
+    )
 }
 
 fn element(dtype: DType) -> cubecl::ir::ElemType {

@@ -1,0 +1,141 @@
+//! `attention_varlen` under autodiff.
+
+use burn::backend::autodiff::checkpoint::base::Checkpointer;
+use burn::backend::autodiff::checkpoint::strategy::CheckpointStrategy;
+use burn::backend::autodiff::grads::Gradients;
+use burn::backend::autodiff::ops::{Backward, Ops, OpsKind};
+use burn::backend::autodiff::{Autodiff, NodeId};
+use burn::backend::tensor::FloatTensor;
+use burn::backend::{AutodiffBackend, TensorMetadata};
+
+use crate::Segments;
+use crate::ops::attention_varlen::AttentionOptions;
+use crate::ops::backend::{AttentionGradients, LseGradient, PackedAttentionBackend, Wanted};
+
+/// What the backward pass needs beside the incoming gradient: nothing of size tokens x tokens.
+#[derive(Clone, Debug)]
+struct Saved<B: PackedAttentionBackend> {
+    /// q, k and v.
+    inputs: [NodeId; 3],
+    out: FloatTensor<B>,
+    lse: FloatTensor<B>,
+    segments: [Segments; 2],
+    options: AttentionOptions,
+}
+
+impl<B: PackedAttentionBackend> Saved<B> {
+    fn gradients(
+        self,
+        checkpointer: &mut Checkpointer,
+        d_out: FloatTensor<B>,
+        d_lse: LseGradient<B>,
+        wanted: Wanted,
+    ) -> AttentionGradients<B> {
+        let [q, k, v] = self.inputs.map(|id| checkpointer.retrieve_node_output(id));
+        let [segments_q, segments_k] = self.segments;
+        B::packed_attention_backward(
+            q,
+            k,
+            v,
+            self.out,
+            self.lse,
+            d_out,
+            d_lse,
+            segments_q,
+            segments_k,
+            self.options,
+            wanted,
+        )
+    }
+}
+
+/// Output and lse. Burn's steps have one output each, so that lse is a step of its own; its backward
+/// pass runs only where a loss depends on lse.
+pub(super) fn record<B: PackedAttentionBackend, C: CheckpointStrategy>(
+    tensors: [FloatTensor<Autodiff<B, C>>; 3],
+    segments: [Segments; 2],
+    options: AttentionOptions,
+) -> (FloatTensor<Autodiff<B, C>>, FloatTensor<Autodiff<B, C>>) {
+    let nodes = || tensors.each_ref().map(|tensor| tensor.node());
+    let step = OutStep.prepare::<C>(nodes()).compute_bound().stateful();
+    let lse_step = LseStep.prepare::<C>(nodes()).compute_bound().stateful();
+    let [q, k, v] = tensors.each_ref().map(|tensor| tensor.primitive().clone());
+    let [segments_q, segments_k] = segments.clone();
+    let (out, lse) = B::packed_attention(q, k, v, segments_q, segments_k, options);
+    match (step, lse_step) {
+        (OpsKind::Tracked(mut step), OpsKind::Tracked(mut lse_step)) => {
+            let inputs = tensors.each_ref().map(|tensor| step.checkpoint(tensor));
+            for tensor in &tensors {
+                lse_step.checkpoint(tensor);
+            }
+            let saved = Saved { inputs, out: out.clone(), lse: lse.clone(), segments, options };
+            (step.finish(saved.clone(), out), lse_step.finish(saved, lse))
+        }
+        (OpsKind::UnTracked(step), _) => {
+            (step.finish(out), <Autodiff<B, C> as AutodiffBackend>::from_inner(lse))
+        }
+        (OpsKind::Tracked(_), OpsKind::UnTracked(_)) => {
+            unreachable!("both steps have the same parents")
+        }
+    }
+}
+
+#[derive(Debug)]
+struct OutStep;
+
+impl<B: PackedAttentionBackend> Backward<B, 3> for OutStep {
+    type State = Saved<B>;
+
+    fn backward(
+        self,
+        ops: Ops<Saved<B>, 3>,
+        grads: &mut Gradients,
+        checkpointer: &mut Checkpointer,
+    ) {
+        let d_out = grads.consume::<B>(&ops.node);
+        let [q, k, v] = ops.parents;
+        let wanted = match (&q, &k, &v) {
+            (Some(_), None, None) => Wanted::Query,
+            (None, _, _) => Wanted::KeyValue,
+            _ => Wanted::All,
+        };
+        let computed = ops.state.gradients(checkpointer, d_out, LseGradient::Absent, wanted);
+        let (d_q, d_k, d_v) = match computed {
+            AttentionGradients::All { q, k, v } => (Some(q), Some(k), Some(v)),
+            AttentionGradients::Query { q } => (Some(q), None, None),
+            AttentionGradients::KeyValue { k, v } => (None, Some(k), Some(v)),
+        };
+        for (node, gradient) in [(q, d_q), (k, d_k), (v, d_v)] {
+            if let (Some(node), Some(gradient)) = (node, gradient) {
+                grads.register::<B>(node.id, gradient);
+            }
+        }
+    }
+}
+
+#[derive(Debug)]
+struct LseStep;
+
+impl<B: PackedAttentionBackend> Backward<B, 3> for LseStep {
+    type State = Saved<B>;
+
+    fn backward(
+        self,
+        ops: Ops<Saved<B>, 3>,
+        grads: &mut Gradients,
+        checkpointer: &mut Checkpointer,
+    ) {
+        let d_lse = LseGradient::Present { d_lse: grads.consume::<B>(&ops.node) };
+        let out = &ops.state.out;
+        let d_out = B::float_zeros(out.shape(), &out.device(), out.dtype().into());
+        let computed = ops.state.gradients(checkpointer, d_out, d_lse, Wanted::All);
+        let AttentionGradients::All { q, k, v } = computed else {
+            unreachable!("all gradients were wanted")
+        };
+        for (node, gradient) in ops.parents.into_iter().zip([q, k, v]) {
+            if let Some(node) = node {
+                grads.register::<B>(node.id, gradient);
+            }
+        }
+    }
+}

@@ -1,0 +1,336 @@
+//! The forward pass.
+
+use std::ops::Range;
+
+use rayon::prelude::*;
+
+use super::blocks::{pack, unpack};
+use super::work::{Plan, Unit};
+use super::{Attention, Sizes};
+use crate::aligned::Aligned;
+use crate::element::{Element, Real};
+use crate::simd::{Across, Along, InstructionSet, Kernels, Softcap, Softmax};
+use crate::view::{Out, View, ViewMut};
+
+/// Queries that stream past the keys together, so that keys come from a far cache once for all of them.
+const TILE_QUERIES: usize = 256;
+/// Keys per step of the online softmax: their scores against one block stay in the first cache.
+const TILE_KEYS: usize = 128;
+
+/// The query tiles of one head of one unit, with packed keys and values where they are shared.
+struct Task<'a, C> {
+    unit: &'a Unit,
+    /// Heads and, of each, queries, counted from the start of the segment.
+    heads: Range<usize>,
+    queries: Range<usize>,
+    packed: Option<&'a Packed<C>>,
+}
+
+/// Keys and values of a unit in blocks.
+struct Packed<C> {
+    k: Aligned<C>,
+    v: Aligned<C>,
+}
+
+pub(super) fn forward<T: Element>(
+    set: InstructionSet,
+    attention: &Attention<'_, T>,
+    out: &mut [T],
+    lse: &mut [f32],
+) {
+    let Sizes { tokens_q, heads, value_dim, .. } = attention.sizes();
+    let pass = Pass {
+        kernels: T::Compute::kernels(set),
+        attention,
+        out: ViewMut::contiguous(out, [tokens_q, heads, value_dim]).out,
+        lse: ViewMut::contiguous(lse, [tokens_q, heads, 1]).out,
+    };
+    let plan = Plan::new(attention);
+    let shared = pass.pack_shared(&plan);
+    let mut tasks = Vec::new();
+    for (unit, packed) in plan.units.iter().zip(&shared) {
+        let whole = Task {
+            unit,
+            heads: unit.heads.clone(),
+            queries: 0..unit.queries.len(),
+            packed: packed.as_ref(),
+        };
+        if packed.is_none() {
+            tasks.push(whole);
+            continue;
+        }
+        let per_head = plan.parts(unit).div_ceil(unit.heads.len());
+        let step = unit.queries.len().div_ceil(per_head).next_multiple_of(pass.kernels.block);
+        let step = step.min(TILE_QUERIES);
+        for head in unit.heads.clone() {
+            tasks.extend(whole.queries.clone().step_by(step).map(|start| Task {
+                heads: head..head + 1,
+                queries: start..(start + step).min(whole.queries.end),
+                ..whole
+            }));
+        }
+    }
+    if plan.is_serial() {
+        let mut scratch = Scratch::new(&pass, &tasks);
+        tasks.iter().for_each(|task| pass.run(task, &mut scratch));
+    } else {
+        tasks
+            .par_iter()
+            .for_each_init(|| Scratch::new(&pass, &tasks), |scratch, task| pass.run(task, scratch));
+    }
+}
+
+struct Pass<'a, T: Element> {
+    kernels: &'static Kernels<T::Compute>,
+    attention: &'a Attention<'a, T>,
+    out: Out<'a, T>,
+    lse: Out<'a, f32>,
+}
+
+/// What a thread keeps between tasks.
+struct Scratch<C> {
+    /// Keys and values of the unit at hand, where they are not shared.
+    packed: Packed<C>,
+    blocks: Vec<QueryBlock<C>>,
+    scores: Aligned<C>,
+    correction: Aligned<C>,
+    staging: Aligned<C>,
+}
+
+/// A block of queries and what has been accumulated for it.
+struct QueryBlock<C> {
+    q: Aligned<C>,
+    out: Aligned<C>,
+    max: Aligned<C>,
+    sum: Aligned<C>,
+}
+
+impl<C: Real> Scratch<C> {
+    fn new<T: Element<Compute = C>>(pass: &Pass<'_, T>, tasks: &[Task<'_, C>]) -> Self {
+        let (kernels, sizes) = (pass.kernels, pass.attention.sizes());
+        let own = tasks.iter().filter(|task| task.packed.is_none());
+        let keys = own.map(|task| task.unit.keys.len()).max().unwrap_or(0);
+        let queries = tasks.iter().map(|task| task.queries.len()).max().unwrap_or(0);
+        let queries = queries.min(TILE_QUERIES);
+        let block = kernels.block;
+        let query_block = || QueryBlock {
+            q: Aligned::zeroed(kernels.block_len(sizes.head_dim)),
+            out: Aligned::zeroed(kernels.block_len(sizes.value_dim)),
+            max: Aligned::zeroed(block),
+            sum: Aligned::zeroed(block),
+        };
+        Self {
+            packed: Packed::new(kernels, &sizes, keys),
+            blocks: (0..queries.div_ceil(block)).map(|_| query_block()).collect(),
+            scores: Aligned::zeroed(tile_keys(kernels) * block),
+            correction: Aligned::zeroed(block),
+            staging: Aligned::zeroed(sizes.head_dim.max(sizes.value_dim) * block),
+        }
+    }
+}
+
+impl<C: Real> Packed<C> {
+    fn new(kernels: &Kernels<C>, sizes: &Sizes, keys: usize) -> Self {
+        let blocks = keys.div_ceil(kernels.block);
+        Self {
+            k: Aligned::zeroed(blocks * kernels.block_len(sizes.head_dim)),
+            v: Aligned::zeroed(blocks * kernels.block_len(sizes.value_dim)),
+        }
+    }
+}
+
+/// Whole blocks of keys, about [`TILE_KEYS`].
+fn tile_keys<C>(kernels: &Kernels<C>) -> usize {
+    (TILE_KEYS / kernels.block).max(1) * kernels.block
+}
+
+impl<T: Element> Pass<'_, T> {
+    /// The keys and values of the units that several tasks will work on.
+    fn pack_shared(&self, plan: &Plan) -> Vec<Option<Packed<T::Compute>>> {
+        let sizes = self.attention.sizes();
+        let mut shared = Vec::new();
+        for unit in &plan.units {
+            let rows = unit.queries.len() * unit.heads.len();
+            let is_shared = plan.parts(unit) > 1 && rows > TILE_QUERIES / 2;
+            shared.push(is_shared.then(|| {
+                let mut packed = Packed::new(self.kernels, &sizes, unit.keys.len());
+                self.pack_in_parallel(&self.attention.k, unit, &mut packed.k);
+                self.pack_in_parallel(&self.attention.v, unit, &mut packed.v);
+                packed
+            }));
+        }
+        shared
+    }
+
+    fn pack_in_parallel(&self, view: &View<'_, T>, unit: &Unit, blocks: &mut [T::Compute]) {
+        /// Blocks that a thread packs at a time.
+        const BLOCKS: usize = 8;
+        let [_, _, dim] = view.shape();
+        let tokens = BLOCKS * self.kernels.block;
+        blocks
+            .par_chunks_mut(BLOCKS * self.kernels.block_len(dim))
+            .zip(unit.keys.clone().into_par_iter().step_by(tokens))
+            .for_each_init(
+                || Aligned::zeroed(dim * self.kernels.block),
+                |staging, (blocks, start)| {
+                    let keys = start..(start + tokens).min(unit.keys.end);
+                    pack(self.kernels, view, unit.kv_head, keys, Real::ONE, blocks, staging);
+                },
+            );
+    }
+
+    fn run(&self, task: &Task<'_, T::Compute>, scratch: &mut Scratch<T::Compute>) {
+        let Scratch { packed: own, blocks, scores, correction, staging } = scratch;
+        let unit = task.unit;
+        let packed = match task.packed {
+            Some(packed) => packed,
+            None => {
+                let one = T::Compute::ONE;
+                let Attention { k, v, .. } = self.attention;
+                let keys = &unit.keys;
+                pack(self.kernels, k, unit.kv_head, keys.clone(), one, &mut own.k, staging);
+                pack(self.kernels, v, unit.kv_head, keys.clone(), one, &mut own.v, staging);
+                own
+            }
+        };
+        for head in task.heads.clone() {
+            for start in task.queries.clone().step_by(TILE_QUERIES) {
+                let queries = start..(start + TILE_QUERIES).min(task.queries.end);
+                self.begin(unit, head, &queries, blocks, staging);
+                self.attend(unit, &queries, packed, blocks, scores, correction);
+                self.finish(unit, head, &queries, blocks, staging);
+            }
+        }
+    }
+
+    /// Loads a tile of queries.
+    fn begin(
+        &self,
+        unit: &Unit,
+        head: usize,
+        queries: &Range<usize>,
+        blocks: &mut [QueryBlock<T::Compute>],
+        staging: &mut [T::Compute],
+    ) {
+        let factor = Real::from_f64(self.attention.options.score_factor());
+        for (queries, block) in in_blocks(queries, self.kernels.block).zip(blocks) {
+            let tokens = unit.queries.start + queries.start..unit.queries.start + queries.end;
+            let q = &self.attention.q;
+            self.out.prefetch(tokens.clone(), head);
+            pack(self.kernels, q, head, tokens, factor, &mut block.q, staging);
+            block.out.fill(Real::ZERO);
+            block.max.fill(Real::NEG_INFINITY);
+            block.sum.fill(Real::ZERO);
+        }
+    }
+
+    /// The attention loop: tiles of keys stream past the query blocks.
+    fn attend(
+        &self,
+        unit: &Unit,
+        queries: &Range<usize>,
+        packed: &Packed<T::Compute>,
+        blocks: &mut [QueryBlock<T::Compute>],
+        scores: &mut [T::Compute],
+        correction: &mut [T::Compute],
+    ) {
+        let (kernels, sizes) = (self.kernels, self.attention.sizes());
+        let (block, tile) = (kernels.block, tile_keys(kernels));
+        let [k_len, v_len] = [sizes.head_dim, sizes.value_dim].map(|dim| kernels.block_len(dim));
+        let softcap = self.attention.options.log2_softcap();
+        let seen = unit.band.seen_by_some(queries);
+        for tile_start in (seen.start - seen.start % tile..seen.end).step_by(tile) {
+            for (queries, state) in in_blocks(queries, block).zip(blocks.iter_mut()) {
+                let seen = unit.band.seen_by_some(&queries);
+                let keys = seen.start.max(tile_start)..seen.end.min(tile_start + tile);
+                if keys.is_empty() {
+                    continue;
+                }
+                let rows = keys.start - tile_start..keys.end - tile_start;
+                let lanes = queries.len();
+                for (first, rows) in rows_by_block(&rows, block, kernels.panel) {
+                    (kernels.along)(Along {
+                        a: &packed.k[(tile_start + first) / block * k_len..][..k_len],
+                        b: &state.q,
+                        dim: sizes.head_dim,
+                        out: &mut scores[first * block..],
+                        rows,
+                        lanes,
+                    });
+                }
+                let visible = &mut scores[rows.start * block..rows.end * block];
+                if let Some(cap) = softcap {
+                    (kernels.softcap)(Softcap { scores: visible, cap: Real::from_f64(cap) });
+                }
+                unit.band.mask(visible, block, &keys, &queries, Real::NEG_INFINITY);
+                (kernels.softmax)(Softmax {
+                    scores: visible,
+                    max: &mut state.max,
+                    sum: &mut state.sum,
+                    correction,
+                    lanes,
+                });
+                (kernels.across)(Across {
+                    out: &mut state.out,
+                    scale: Some(correction),
+                    a: &packed.v[tile_start / block * v_len..],
+                    b: scores,
+                    dim: kernels.padded(sizes.value_dim),
+                    rows,
+                    lanes,
+                });
+            }
+        }
+    }
+
+    /// Divides by the sums and writes a tile of outputs.
+    fn finish(
+        &self,
+        unit: &Unit,
+        head: usize,
+        queries: &Range<usize>,
+        blocks: &mut [QueryBlock<T::Compute>],
+        staging: &mut [T::Compute],
+    ) {
+        for (queries, block) in in_blocks(queries, self.kernels.block).zip(blocks) {
+            let tokens = unit.queries.start + queries.start..unit.queries.start + queries.end;
+            for ((token, max), sum) in tokens.clone().zip(&*block.max).zip(&*block.sum) {
+                let [log2_max, log_sum]: [f64; 2] = [(*max).into(), Real::ln(*sum).into()];
+                let lse = log2_max * std::f64::consts::LN_2 + log_sum;
+                // SAFETY: this row belongs to this task alone.
+                let target = unsafe { self.lse.row(token, head) };
+                target[0] = if *sum == Real::ZERO { f32::NEG_INFINITY } else { lse as f32 };
+            }
+            let factor = |lane: usize| {
+                let sum = block.sum[lane];
+                if sum == Real::ZERO { Real::ZERO } else { T::Compute::ONE / sum }
+            };
+            // SAFETY: these rows belong to this task alone.
+            unsafe {
+                unpack(self.kernels, &block.out, &self.out, head, tokens, factor, staging);
+            }
+        }
+    }
+}
+
+/// `tokens` in pieces of `block`.
+pub(super) fn in_blocks(
+    tokens: &Range<usize>,
+    block: usize,
+) -> impl Iterator<Item = Range<usize>> + use<> {
+    let end = tokens.end;
+    tokens.clone().step_by(block).map(move |start| start..(start + block).min(end))
+}
+
+/// `rows` of a tile block by block: the first row of the block, and the rows within it, from the start
+/// of a panel on.
+pub(super) fn rows_by_block(
+    rows: &Range<usize>,
+    block: usize,
+    panel: usize,
+) -> impl Iterator<Item = (usize, Range<usize>)> + use<> {
+    let (start, end) = (rows.start - rows.start % panel, rows.end);
+    (start - start % block..end)
+        .step_by(block)
+        .map(move |first| (first, start.saturating_sub(first)..(end - first).min(block)))
+}

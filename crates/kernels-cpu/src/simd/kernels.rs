@@ -1,0 +1,367 @@
+//! The inner loops of attention on packed blocks.
+//!
+//! A *block* holds [`Kernels::block`] tokens of one head, transposed: element `d` of token `t` lies at
+//! `d * block + t`. The tokens of a block are worked on side by side in vector lanes. So scores are
+//! kept as `[keys][queries of a block]`, where row maxima, row sums and masks need no exchange between
+//! lanes, and the elements of keys and values are read one number at a time: no head dimension is
+//! padded to the width of a vector.
+
+use std::ops::Range;
+
+use super::rows::{NormRotate, NormRotateBackward};
+use super::vector::Vector;
+use crate::element::Real;
+
+/// The inner loops for one instruction set and compute type.
+#[derive(Debug)]
+pub struct Kernels<C> {
+    /// Tokens per block.
+    pub(crate) block: usize,
+    /// Rows are computed in groups of this size, which divides `block`: dimensions of blocks are padded
+    /// to a multiple of it.
+    pub(crate) panel: usize,
+    pub(crate) along: fn(Along<'_, C>),
+    pub(crate) across: fn(Across<'_, C>),
+    pub(crate) transpose: fn(Transpose<'_, C>),
+    pub(crate) softmax: fn(Softmax<'_, C>),
+    pub(crate) softcap: fn(Softcap<'_, C>),
+    pub(crate) score_gradient: fn(ScoreGradient<'_, C>),
+    pub(crate) norm_rotate: fn(NormRotate<'_, C>),
+    pub(crate) norm_rotate_backward: fn(NormRotateBackward<'_, C>),
+}
+
+impl<C> Kernels<C> {
+    /// `dim` rounded up to whole panels.
+    pub(crate) fn padded(&self, dim: usize) -> usize {
+        dim.next_multiple_of(self.panel)
+    }
+
+    /// Numbers in one packed block of tokens with `dim` elements.
+    pub(crate) fn block_len(&self, dim: usize) -> usize {
+        self.padded(dim) * self.block
+    }
+}
+
+/// `out[r][lane] = sum over d of a[d][r] * b[d][lane]`: the tokens of block `a` against those of `b`.
+pub(crate) struct Along<'a, C> {
+    pub(crate) a: &'a [C],
+    pub(crate) b: &'a [C],
+    pub(crate) dim: usize,
+    pub(crate) out: &'a mut [C],
+    /// Rows to compute; the start is a multiple of the panel, and rows are filled up to the next
+    /// multiple after the end.
+    pub(crate) rows: Range<usize>,
+    /// Lanes of `b` in use.
+    pub(crate) lanes: usize,
+}
+
+/// `out[d][lane] = out[d][lane] * scale[lane] + sum over r in rows of a[d][r] * b[r][lane]`, where `a`
+/// are consecutive blocks of tokens `r`, and `b` has a row of one block for each of these tokens.
+pub(crate) struct Across<'a, C> {
+    pub(crate) out: &'a mut [C],
+    pub(crate) scale: Option<&'a [C]>,
+    pub(crate) a: &'a [C],
+    pub(crate) b: &'a [C],
+    /// Padded dimension of `a` and `out`.
+    pub(crate) dim: usize,
+    pub(crate) rows: Range<usize>,
+    /// Lanes of `b` in use.
+    pub(crate) lanes: usize,
+}
+
+/// `to[c * to_stride + r] = from[r * from_stride + c]`.
+pub(crate) struct Transpose<'a, C> {
+    pub(crate) from: &'a [C],
+    pub(crate) from_stride: usize,
+    pub(crate) to: &'a mut [C],
+    pub(crate) to_stride: usize,
+    /// Of `from`.
+    pub(crate) rows: usize,
+    pub(crate) columns: usize,
+}
+
+/// One step of the online softmax: `scores` `[keys][block]` in units of log2 become weights, the
+/// running maximum and sum of each lane are brought up to date, and `correction` receives the factor for
+/// what was accumulated before.
+pub(crate) struct Softmax<'a, C> {
+    pub(crate) scores: &'a mut [C],
+    pub(crate) max: &'a mut [C],
+    pub(crate) sum: &'a mut [C],
+    pub(crate) correction: &'a mut [C],
+    pub(crate) lanes: usize,
+}
+
+/// `cap * tanh(score)` in place.
+pub(crate) struct Softcap<'a, C> {
+    pub(crate) scores: &'a mut [C],
+    pub(crate) cap: C,
+}
+
+/// From the scores `s` (log2) and the weights' gradients, both `[keys][block]`: the weights
+/// `p = 2^(s - lse)` in the place of the former, `p * (gradient - delta)` in that of the latter. With a
+/// softcap, scores come as the argument of its tanh and `softcap` is the cap in units of log2.
+pub(crate) struct ScoreGradient<'a, C> {
+    pub(crate) scores: &'a mut [C],
+    pub(crate) gradients: &'a mut [C],
+    pub(crate) lse: &'a [C],
+    pub(crate) delta: &'a [C],
+    pub(crate) softcap: Option<C>,
+}
+
+/// Runs `$body` with the constant `$n` set to the number of registers that `$lanes` lanes fill.
+macro_rules! with_vectors {
+    ($v:ty, $lanes:expr, $n:ident => $body:expr) => {{
+        let count = $lanes.div_ceil(<$v>::LANES);
+        if <$v>::VECTORS >= 4 && count >= 4 {
+            const $n: usize = 4;
+            $body
+        } else if <$v>::VECTORS >= 3 && count >= 3 {
+            const $n: usize = 3;
+            $body
+        } else if <$v>::VECTORS >= 2 && count >= 2 {
+            const $n: usize = 2;
+            $body
+        } else {
+            const $n: usize = 1;
+            $body
+        }
+    }};
+}
+
+/// The micro-kernel: `acc[i][j] += a[at(t, i)] * b[t][j]` for each step `t`, everything in registers.
+///
+/// # Safety
+///
+/// `a` must be readable at every `at(t, i)`, `b` at `steps` rows of `V::BLOCK` numbers.
+#[inline(always)]
+unsafe fn accumulate<V: Vector, const PANEL: usize, const N: usize>(
+    acc: &mut [[V; N]; PANEL],
+    a: *const V::Scalar,
+    at: impl Fn(usize, usize) -> usize,
+    b: *const V::Scalar,
+    steps: usize,
+) {
+    for t in 0..steps {
+        let mut row = [V::splat(V::Scalar::ZERO); N];
+        for (j, vector) in row.iter_mut().enumerate() {
+            // SAFETY: `t < steps` and `j` counts registers of the row.
+            *vector = unsafe { V::load(b.add(t * V::BLOCK + j * V::LANES)) };
+        }
+        for (i, acc) in acc.iter_mut().enumerate() {
+            // SAFETY: the caller promises that `a` is readable here.
+            let factor = V::splat(unsafe { *a.add(at(t, i)) });
+            for (acc, vector) in acc.iter_mut().zip(row) {
+                *acc = factor.mul_add(vector, *acc);
+            }
+        }
+    }
+}
+
+#[inline(always)]
+pub(super) fn along<V: Vector, const PANEL: usize>(args: Along<'_, V::Scalar>) {
+    with_vectors!(V, args.lanes, N => along_n::<V, PANEL, N>(args));
+}
+
+#[inline(always)]
+fn along_n<V: Vector, const PANEL: usize, const N: usize>(args: Along<'_, V::Scalar>) {
+    let Along { a, b, dim, out, rows, .. } = args;
+    let end = rows.end.next_multiple_of(PANEL);
+    assert!(rows.start.is_multiple_of(PANEL) && end <= V::BLOCK);
+    assert!(a.len() >= dim * V::BLOCK && b.len() >= dim * V::BLOCK && out.len() >= end * V::BLOCK);
+    for row in (rows.start..end).step_by(PANEL) {
+        let mut acc = [[V::splat(V::Scalar::ZERO); N]; PANEL];
+        // SAFETY: `row + i < BLOCK`, so that all offsets stay below the lengths asserted above.
+        unsafe {
+            let a = a.as_ptr().add(row);
+            accumulate(&mut acc, a, |t, i| t * V::BLOCK + i, b.as_ptr(), dim);
+            store(&acc, out.as_mut_ptr().add(row * V::BLOCK));
+        }
+    }
+}
+
+#[inline(always)]
+pub(super) fn across<V: Vector, const PANEL: usize>(args: Across<'_, V::Scalar>) {
+    with_vectors!(V, args.lanes, N => across_n::<V, PANEL, N>(args));
+}
+
+#[inline(always)]
+fn across_n<V: Vector, const PANEL: usize, const N: usize>(args: Across<'_, V::Scalar>) {
+    let Across { out, scale, a, b, dim, rows, .. } = args;
+    let block_len = dim * V::BLOCK;
+    assert!(dim.is_multiple_of(PANEL) && out.len() >= block_len);
+    assert!(a.len() >= rows.end.div_ceil(V::BLOCK) * block_len && b.len() >= rows.end * V::BLOCK);
+    assert!(scale.is_none_or(|scale| scale.len() >= V::BLOCK));
+    for row in (0..dim).step_by(PANEL) {
+        // SAFETY: `row + i < dim`, `t < BLOCK` and `from + steps <= rows.end`, so that all offsets stay
+        // below the lengths asserted above.
+        unsafe {
+            let out = out.as_mut_ptr().add(row * V::BLOCK);
+            let mut acc = load::<V, PANEL, N>(out);
+            if let Some(scale) = scale {
+                for j in 0..N {
+                    let factor = V::load(scale.as_ptr().add(j * V::LANES));
+                    for row in &mut acc {
+                        row[j] = row[j].mul(factor);
+                    }
+                }
+            }
+            let mut from = rows.start;
+            while from < rows.end {
+                let (block, first) = (from / V::BLOCK, from % V::BLOCK);
+                let steps = (V::BLOCK - first).min(rows.end - from);
+                let a = a.as_ptr().add(block * block_len + row * V::BLOCK + first);
+                let b = b.as_ptr().add(from * V::BLOCK);
+                accumulate(&mut acc, a, |t, i| i * V::BLOCK + t, b, steps);
+                from += steps;
+            }
+            store(&acc, out);
+        }
+    }
+}
+
+/// # Safety
+///
+/// `from` must be readable for `PANEL` rows of `V::BLOCK` numbers.
+#[inline(always)]
+unsafe fn load<V: Vector, const PANEL: usize, const N: usize>(
+    from: *const V::Scalar,
+) -> [[V; N]; PANEL] {
+    let mut acc = [[V::splat(V::Scalar::ZERO); N]; PANEL];
+    for (i, row) in acc.iter_mut().enumerate() {
+        for (j, vector) in row.iter_mut().enumerate() {
+            // SAFETY: within the rows that the caller promises.
+            *vector = unsafe { V::load(from.add(i * V::BLOCK + j * V::LANES)) };
+        }
+    }
+    acc
+}
+
+/// # Safety
+///
+/// `to` must be writable for `PANEL` rows of `V::BLOCK` numbers.
+#[inline(always)]
+unsafe fn store<V: Vector, const PANEL: usize, const N: usize>(
+    acc: &[[V; N]; PANEL],
+    to: *mut V::Scalar,
+) {
+    for (i, row) in acc.iter().enumerate() {
+        for (j, vector) in row.iter().enumerate() {
+            // SAFETY: within the rows that the caller promises.
+            unsafe { vector.store(to.add(i * V::BLOCK + j * V::LANES)) };
+        }
+    }
+}
+
+#[inline(always)]
+pub(super) fn transpose<V: Vector>(args: Transpose<'_, V::Scalar>) {
+    let Transpose { from, from_stride, to, to_stride, rows, columns } = args;
+    if rows == 0 || columns == 0 {
+        return;
+    }
+    assert!(from.len() >= (rows - 1) * from_stride + columns);
+    assert!(to.len() >= (columns - 1) * to_stride + rows);
+    let (whole_rows, whole_columns) = (rows - rows % V::LANES, columns - columns % V::LANES);
+    for row in (0..whole_rows).step_by(V::LANES) {
+        for column in (0..whole_columns).step_by(V::LANES) {
+            // SAFETY: the square lies inside the rows and columns whose lengths are asserted above.
+            unsafe {
+                let from = from.as_ptr().add(row * from_stride + column);
+                let to = to.as_mut_ptr().add(column * to_stride + row);
+                V::transpose(from, from_stride, to, to_stride);
+            }
+        }
+        for row in row..row + V::LANES {
+            for column in whole_columns..columns {
+                to[column * to_stride + row] = from[row * from_stride + column];
+            }
+        }
+    }
+    for row in whole_rows..rows {
+        for column in 0..columns {
+            to[column * to_stride + row] = from[row * from_stride + column];
+        }
+    }
+}
+
+#[inline(always)]
+pub(super) fn softmax<V: Vector>(args: Softmax<'_, V::Scalar>) {
+    let Softmax { scores, max, sum, correction, lanes } = args;
+    let zero = V::splat(V::Scalar::ZERO);
+    assert!(max.len() >= V::BLOCK && sum.len() >= V::BLOCK && correction.len() >= V::BLOCK);
+    assert!(scores.len().is_multiple_of(V::BLOCK) && lanes <= V::BLOCK);
+    for lane in (0..lanes).step_by(V::LANES) {
+        // SAFETY: `lane + LANES <= BLOCK`, the length of every row.
+        unsafe {
+            let before = V::load(max.as_ptr().add(lane));
+            let mut largest = [before; 4];
+            for (i, row) in scores.chunks_exact(V::BLOCK).enumerate() {
+                largest[i % 4] = largest[i % 4].max(V::load(row.as_ptr().add(lane)));
+            }
+            let largest = largest[0].max(largest[1]).max(largest[2].max(largest[3]));
+            // A lane that has seen no key yet: anything finite leaves its weights at zero.
+            let shift = finite_or_zero(largest);
+            let factor = before.sub(shift).exp2();
+            let mut total = [zero; 2];
+            for (i, row) in scores.chunks_exact_mut(V::BLOCK).enumerate() {
+                let at = row.as_mut_ptr().add(lane);
+                let weight = V::load(at).sub(shift).exp2();
+                weight.store(at);
+                total[i % 2] = total[i % 2].add(weight);
+            }
+            let sum = sum.as_mut_ptr().add(lane);
+            V::load(sum).mul_add(factor, total[0].add(total[1])).store(sum);
+            factor.store(correction.as_mut_ptr().add(lane));
+            largest.store(max.as_mut_ptr().add(lane));
+        }
+    }
+}
+
+/// Zero for negative infinity, otherwise the number itself.
+#[inline(always)]
+fn finite_or_zero<V: Vector>(x: V) -> V {
+    // No finite number is less than the lowest one.
+    x.zero_where_less(x, V::splat(V::Scalar::LOWEST))
+}
+
+#[inline(always)]
+pub(super) fn softcap<V: Vector>(args: Softcap<'_, V::Scalar>) {
+    let Softcap { scores, cap } = args;
+    for chunk in scores.chunks_exact_mut(V::LANES) {
+        // SAFETY: a chunk has `LANES` numbers.
+        unsafe {
+            let x = V::load(chunk.as_ptr());
+            V::Scalar::tanh(x).mul(V::splat(cap)).store(chunk.as_mut_ptr());
+        }
+    }
+}
+
+#[inline(always)]
+pub(super) fn score_gradient<V: Vector>(args: ScoreGradient<'_, V::Scalar>) {
+    let ScoreGradient { scores, gradients, lse, delta, softcap } = args;
+    assert!(scores.len() == gradients.len() && scores.len().is_multiple_of(V::BLOCK));
+    assert!(lse.len() >= V::BLOCK && delta.len() >= V::BLOCK);
+    let one = V::splat(V::Scalar::ONE);
+    for (row, gradient) in
+        scores.chunks_exact_mut(V::BLOCK).zip(gradients.chunks_exact_mut(V::BLOCK))
+    {
+        for lane in (0..V::BLOCK).step_by(V::LANES) {
+            // SAFETY: `lane + LANES <= BLOCK`, the length of every row.
+            unsafe {
+                let score = row.as_mut_ptr().add(lane);
+                let gradient = gradient.as_mut_ptr().add(lane);
+                let lse = V::load(lse.as_ptr().add(lane));
+                let delta = V::load(delta.as_ptr().add(lane));
+                let mut x = V::load(score);
+                let mut slope = V::load(gradient).sub(delta);
+                if let Some(cap) = softcap {
+                    let tanh = V::Scalar::tanh(x);
+                    slope = slope.mul(one.sub(tanh.mul(tanh)));
+                    x = tanh.mul(V::splat(cap));
+                }
+                let weight = x.sub(lse).exp2();
+                weight.store(score);
+                weight.mul(slope).store(gradient);
+            }
+        }
+    }
+}

@@ -1,0 +1,323 @@
+//! Strided views `[tokens, heads, dim]` of plain slices.
+
+use std::marker::PhantomData;
+use std::ops::Range;
+
+use crate::element::Element;
+
+/// A read-only view `[tokens, heads, dim]` of a slice.
+///
+/// Strides count elements; they may be 0 (expanded) or negative (flipped). A last stride of 1 is the
+/// fast case.
+#[derive(Clone, Copy, Debug)]
+pub struct View<'a, T> {
+    data: &'a [T],
+    offset: usize,
+    shape: [usize; 3],
+    strides: [isize; 3],
+}
+
+impl<'a, T: Element> View<'a, T> {
+    /// The view whose element `[t, h, d]` is
+    /// `data[offset + t * strides[0] + h * strides[1] + d * strides[2]]`.
+    ///
+    /// # Panics
+    ///
+    /// When an element of the view lies outside `data`.
+    pub fn new(data: &'a [T], offset: usize, shape: [usize; 3], strides: [isize; 3]) -> Self {
+        check_bounds(data.len(), offset, shape, strides);
+        Self { data, offset, shape, strides }
+    }
+
+    /// A row-major view of the whole of `data`.
+    ///
+    /// # Panics
+    ///
+    /// When `data` does not have as many elements as `shape`.
+    pub fn contiguous(data: &'a [T], shape: [usize; 3]) -> Self {
+        let expected = shape.iter().product::<usize>();
+        assert_eq!(data.len(), expected, "data: expected {expected} elements for {shape:?}");
+        Self { data, offset: 0, shape, strides: contiguous_strides(shape) }
+    }
+
+    /// `[tokens, heads, dim]`.
+    pub fn shape(&self) -> [usize; 3] {
+        self.shape
+    }
+
+    fn start(&self, token: usize, head: usize) -> isize {
+        self.offset as isize + token as isize * self.strides[0] + head as isize * self.strides[1]
+    }
+
+    /// The elements of one token and head, where they lie side by side.
+    pub(crate) fn row(&self, token: usize, head: usize) -> Option<&'a [T]> {
+        let [_, _, dim] = self.shape;
+        let start = self.start(token, head) as usize;
+        (self.strides[2] == 1 || dim <= 1).then(|| &self.data[start..start + dim])
+    }
+
+    /// Asks for the rows of `tokens` and one head, if there is such a head, to be brought into a cache.
+    pub(crate) fn prefetch(&self, tokens: Range<usize>, head: usize) {
+        let [_, heads, dim] = self.shape;
+        if head < heads && self.strides[2] == 1 {
+            for token in tokens {
+                let start = self.data.as_ptr().wrapping_offset(self.start(token, head));
+                prefetch(start, dim);
+            }
+        }
+    }
+
+    /// Copies one token and head into `row`, in the compute type.
+    pub(crate) fn read(&self, token: usize, head: usize, row: &mut [T::Compute]) {
+        match self.row(token, head) {
+            Some(elements) => T::widen_all(elements, row),
+            None => {
+                let start = self.start(token, head);
+                for (i, target) in row.iter_mut().enumerate().take(self.shape[2]) {
+                    *target = self.data[(start + i as isize * self.strides[2]) as usize].widen();
+                }
+            }
+        }
+    }
+
+    /// One token and head in the compute type: in place where type and strides allow, otherwise through
+    /// `staging`.
+    pub(crate) fn compute_row<'b>(
+        &self,
+        token: usize,
+        head: usize,
+        staging: &'b mut [T::Compute],
+    ) -> &'b [T::Compute]
+    where
+        'a: 'b,
+    {
+        match self.row(token, head).and_then(T::as_compute) {
+            Some(row) => row,
+            None => {
+                self.read(token, head, staging);
+                &staging[..self.shape[2]]
+            }
+        }
+    }
+
+    /// Rows `tokens` of one head in the compute type, and the distance between rows: read in place where
+    /// their type and strides allow, otherwise through `staging`.
+    pub(crate) fn rows<'b>(
+        &self,
+        tokens: Range<usize>,
+        head: usize,
+        staging: &'b mut [T::Compute],
+    ) -> (&'b [T::Compute], usize)
+    where
+        'a: 'b,
+    {
+        let [_, _, dim] = self.shape;
+        if tokens.is_empty() || dim == 0 {
+            return (&[], dim);
+        }
+        let in_place = self.strides[2] == 1 && self.strides[0] >= 0;
+        if let Some(data) = T::as_compute(self.data).filter(|_| in_place) {
+            let stride = self.strides[0] as usize;
+            let start = self.start(tokens.start, head) as usize;
+            return (&data[start..start + (tokens.len() - 1) * stride + dim], stride);
+        }
+        for (token, row) in tokens.clone().zip(staging.chunks_exact_mut(dim)) {
+            self.read(token, head, row);
+        }
+        (&staging[..tokens.len() * dim], dim)
+    }
+}
+
+/// A writable view `[tokens, heads, dim]` of a slice, with `dim` elements side by side and no two
+/// elements in the same place.
+#[derive(Debug)]
+pub struct ViewMut<'a, T> {
+    pub(crate) out: Out<'a, T>,
+}
+
+impl<'a, T: Element> ViewMut<'a, T> {
+    /// The view whose element `[t, h, d]` is `data[offset + t * strides[0] + h * strides[1] + d]`.
+    ///
+    /// # Panics
+    ///
+    /// When an element lies outside `data`, or when two elements share a place.
+    pub fn new(data: &'a mut [T], offset: usize, shape: [usize; 3], strides: [usize; 2]) -> Self {
+        let all = [strides[0] as isize, strides[1] as isize, 1];
+        check_bounds(data.len(), offset, shape, all);
+        let [tokens, heads, dim] = shape;
+        let mut axes = [(strides[0], tokens), (strides[1], heads)];
+        axes.sort_unstable();
+        let mut extent = dim;
+        for (stride, size) in axes {
+            assert!(
+                size <= 1 || stride >= extent,
+                "strides: expected at least {extent} between disjoint rows, got {strides:?}"
+            );
+            extent += size.saturating_sub(1) * stride;
+        }
+        // SAFETY: `check_bounds` holds for these strides, so the offset lies inside `data` or the view
+        // is empty.
+        let start = unsafe { data.as_mut_ptr().add(offset.min(data.len())) };
+        Self { out: Out { start, shape, strides, data: PhantomData } }
+    }
+
+    /// A row-major view of the whole of `data`.
+    ///
+    /// # Panics
+    ///
+    /// When `data` does not have as many elements as `shape`.
+    pub fn contiguous(data: &'a mut [T], shape: [usize; 3]) -> Self {
+        let expected = shape.iter().product::<usize>();
+        assert_eq!(data.len(), expected, "data: expected {expected} elements for {shape:?}");
+        let [_, heads, dim] = shape;
+        Self::new(data, 0, shape, [heads * dim, dim])
+    }
+
+    /// `[tokens, heads, dim]`.
+    pub fn shape(&self) -> [usize; 3] {
+        self.out.shape
+    }
+}
+
+/// Where parallel tasks write rows that belong to them alone.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Out<'a, T> {
+    start: *mut T,
+    shape: [usize; 3],
+    strides: [usize; 2],
+    data: PhantomData<&'a mut [T]>,
+}
+
+// SAFETY: an `Out` is a `&mut [T]` whose rows are handed out by `row`, whose callers promise that no row
+// is used twice at the same time.
+unsafe impl<T: Send> Send for Out<'_, T> {}
+// SAFETY: as above.
+unsafe impl<T: Send> Sync for Out<'_, T> {}
+
+impl<T: Element> Out<'_, T> {
+    pub(crate) fn shape(&self) -> [usize; 3] {
+        self.shape
+    }
+
+    /// Asks for the rows of `tokens` and one head to be brought into a cache.
+    pub(crate) fn prefetch(&self, tokens: Range<usize>, head: usize) {
+        for token in tokens {
+            let at = token * self.strides[0] + head * self.strides[1];
+            prefetch(self.start.wrapping_add(at), self.shape[2]);
+        }
+    }
+
+    /// # Safety
+    ///
+    /// No other reference to this row may be alive.
+    #[allow(clippy::mut_from_ref)]
+    pub(crate) unsafe fn row(&self, token: usize, head: usize) -> &mut [T] {
+        let [tokens, heads, dim] = self.shape;
+        assert!(token < tokens && head < heads, "row {token}, {head} of {:?}", self.shape);
+        let at = token * self.strides[0] + head * self.strides[1];
+        // SAFETY: the constructor checked that every row lies inside the slice.
+        unsafe { std::slice::from_raw_parts_mut(self.start.add(at), dim) }
+    }
+}
+
+/// Asks for `len` elements to be brought into the second cache.
+fn prefetch<T>(start: *const T, len: usize) {
+    #[cfg(target_arch = "x86_64")]
+    for offset in (0..len * size_of::<T>()).step_by(64) {
+        use std::arch::x86_64::{_MM_HINT_T1, _mm_prefetch};
+        // SAFETY: a prefetch reads nothing, whatever the address; SSE is part of x86-64.
+        unsafe { _mm_prefetch::<_MM_HINT_T1>(start.cast::<i8>().wrapping_add(offset)) };
+    }
+    #[cfg(not(target_arch = "x86_64"))]
+    let _ = (start, len);
+}
+
+/// The views of q, k and v in one buffer `[tokens, 3, heads, dim]`.
+///
+/// # Panics
+///
+/// When `data` does not have as many elements as that.
+pub(crate) fn packed<T: Element>(
+    data: &mut [T],
+    [tokens, heads, dim]: [usize; 3],
+) -> [Out<'_, T>; 3] {
+    let expected = tokens * 3 * heads * dim;
+    assert_eq!(
+        data.len(),
+        expected,
+        "gradients: expected {expected} elements for [{tokens}, 3, {heads}, {dim}]"
+    );
+    let start = data.as_mut_ptr();
+    [0, 1, 2].map(|part| Out {
+        // SAFETY: `part * heads * dim` is at most the length checked above; with no tokens nothing is
+        // ever read through the pointer, and `wrapping_add` may leave the slice.
+        start: start.wrapping_add(part * heads * dim),
+        shape: [tokens, heads, dim],
+        strides: [3 * heads * dim, dim],
+        data: PhantomData,
+    })
+}
+
+fn contiguous_strides([_, heads, dim]: [usize; 3]) -> [isize; 3] {
+    [(heads * dim) as isize, dim as isize, 1]
+}
+
+fn check_bounds(len: usize, offset: usize, shape: [usize; 3], strides: [isize; 3]) {
+    if shape.contains(&0) {
+        return;
+    }
+    let (mut low, mut high) = (offset as i128, offset as i128);
+    for (size, stride) in shape.into_iter().zip(strides) {
+        let reach = (size as i128 - 1) * stride as i128;
+        low += reach.min(0);
+        high += reach.max(0);
+    }
+    assert!(
+        low >= 0 && high < len as i128,
+        "data: shape {shape:?} with strides {strides:?} from {offset} reaches elements {low}..={high} \
+         of {len}"
+    );
+}
+
+/// Writes `row` times `factor`; `row` is overwritten.
+pub(crate) fn write_row<T: Element>(target: &mut [T], row: &mut [T::Compute], factor: T::Compute) {
+    if let Some(target) = T::as_compute_mut(target) {
+        for (target, &value) in target.iter_mut().zip(&*row) {
+            *target = value * factor;
+        }
+        return;
+    }
+    for value in row.iter_mut() {
+        *value = *value * factor;
+    }
+    T::narrow_all(row, target);
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn strides_may_expand_and_flip() {
+        let data = [0.0f32, 1.0, 2.0, 3.0, 4.0, 5.0];
+        let flipped = View::new(&data, 5, [2, 1, 3], [-3, 0, -1]);
+        let mut row = [0.0; 3];
+        flipped.read(1, 0, &mut row);
+        assert_eq!(row, [2.0, 1.0, 0.0]);
+        let expanded = View::new(&data, 1, [9, 2, 2], [0, 0, 1]);
+        expanded.read(8, 1, &mut row[..2]);
+        assert_eq!(row[..2], [1.0, 2.0]);
+    }
+
+    #[test]
+    #[should_panic(expected = "reaches elements 0..=6 of 6")]
+    fn a_view_past_its_slice_panics() {
+        View::new(&[0.0f32; 6], 0, [2, 1, 3], [4, 0, 1]);
+    }
+
+    #[test]
+    #[should_panic(expected = "expected at least 3 between disjoint rows")]
+    fn a_writable_view_that_overlaps_panics() {
+        ViewMut::new(&mut [0.0f32; 6], 0, [2, 1, 3], [2, 0]);
+    }
+}

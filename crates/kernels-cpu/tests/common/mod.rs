@@ -1,0 +1,6 @@
+//! What the tests share.
+#![allow(dead_code)]
+
+pub mod attention;
+mod numbers;
+pub use numbers::*;

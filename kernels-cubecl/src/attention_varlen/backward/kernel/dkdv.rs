@@ -1,0 +1,150 @@
+//! Gradients of keys and values.
+
+use cubecl::{ir::ElemType, prelude::*};
+
+use super::Target;
+use crate::{
+    attention_varlen::kernel::{ScoreOptions, work_item},
+    tile::{
+        Axis, F2, GradientAlgebra, GradientShape,
+        Product::{Scores, Weights},
+    },
+};
+
+/// dk and dv: one cube per (key tile, key head).
+///
+/// Keys and values are the rows; the queries, scaled by `query_scale`, and d_out of every head that
+/// reads them stream past. In the work list queries and keys are swapped: it lists key tiles, whose
+/// band says which queries see a key, and `left` and `right` are swapped, too.
+#[cube(launch_unchecked, address_type = "dynamic")]
+pub(crate) fn attention_varlen_dkdv<
+    T: GradientAlgebra,
+    F: Float,
+    NQ: Size,
+    NK: Size,
+    NV: Size,
+    ND: Size,
+>(
+    q: &Tensor<Vector<F, NQ>>,
+    k: &Tensor<Vector<F, NK>>,
+    v: &Tensor<Vector<F, NV>>,
+    d_out: &Tensor<Vector<F, ND>>,
+    stats: &[F2],
+    work: &[i32],
+    grads: &mut [Vector<F, Const<4>>],
+    dk: Target,
+    dv: Target,
+    tiles: u32,
+    heads_kv: u32,
+    heads_per_kv: u32,
+    query_scale: f32,
+    softcap: f32,
+    left: i32,
+    right: i32,
+    #[comptime] shape: GradientShape,
+    #[comptime] options: ScoreOptions,
+    #[define(F)] _dtype: ElemType,
+    #[define(NQ)] _vector_q: usize,
+    #[define(NK)] _vector_k: usize,
+    #[define(NV)] _vector_v: usize,
+    #[define(ND)] _vector_d_out: usize,
+) {
+    let cube = CUBE_POS as u32;
+    if cube >= tiles * heads_kv {
+        terminate!();
+    }
+    let head_kv = (cube / tiles) as usize;
+    let heads = (heads_kv * heads_per_kv) as usize;
+    let item = work_item(work, cube % tiles, left, right, options);
+    let band = item.band;
+    let rows = item.q_rows as u32;
+
+    let mut memory = T::workspace(shape);
+    let mut scores = T::scores(shape);
+    let mut gradients = T::scores(shape);
+    let mut d_keys = T::output(Scores, shape);
+    let mut d_values = T::output(Weights, shape);
+    let mut statistics = T::statistics(Axis::Columns, shape);
+
+    let k_at = item.q_start * k.stride(0) + head_kv * k.stride(1);
+    T::load_rows::<F, NK>(&mut memory, k, k_at, rows, 1.0f32, Scores, shape);
+    let v_at = item.q_start * v.stride(0) + head_kv * v.stride(1);
+    T::load_rows::<F, NV>(&mut memory, v, v_at, rows, 1.0f32, Weights, shape);
+
+    let tile_q = comptime!(shape.grid.tile_columns() as i32);
+    let end = band.end_key(item.q_rows);
+    for group in 0..heads_per_kv as usize {
+        let head = head_kv * heads_per_kv as usize + group;
+        let mut query = band.first_key();
+        while query < end {
+            let queries = min(tile_q, band.k_len - query) as u32;
+            let token = item.k_start + query as usize;
+            let q_at = token * q.stride(0) + head * q.stride(1);
+            let d_out_at = token * d_out.stride(0) + head * d_out.stride(1);
+
+            T::load_statistics(
+                &mut statistics,
+                stats,
+                token * heads + head,
+                heads,
+                queries,
+                Axis::Columns,
+                shape,
+            );
+            T::load_columns::<F, ND>(&mut memory, d_out, d_out_at, queries, 1.0f32, Weights, shape);
+            if comptime!(!shape.one_room) {
+                T::load_columns::<F, NQ>(&mut memory, q, q_at, queries, query_scale, Scores, shape);
+            }
+            sync_cube();
+            T::mma_ab_t(&memory, &mut gradients, Weights, shape);
+            if comptime!(shape.one_room) {
+                sync_cube();
+                T::load_columns::<F, NQ>(&mut memory, q, q_at, queries, query_scale, Scores, shape);
+                sync_cube();
+            }
+            T::mma_ab_t(&memory, &mut scores, Scores, shape);
+            T::differentiate(
+                &mut scores,
+                &mut gradients,
+                &statistics,
+                &band,
+                query,
+                softcap,
+                options.softcap,
+                Axis::Columns,
+                shape,
+            );
+
+            T::stage(&mut memory, &gradients, shape);
+            sync_cube();
+            T::mma_ab(&memory, &mut d_keys, Scores, shape);
+            sync_cube();
+
+            if comptime!(shape.one_room) {
+                T::load_columns::<F, ND>(
+                    &mut memory,
+                    d_out,
+                    d_out_at,
+                    queries,
+                    1.0f32,
+                    Weights,
+                    shape,
+                );
+            }
+            T::stage(&mut memory, &scores, shape);
+            sync_cube();
+            T::mma_ab(&memory, &mut d_values, Weights, shape);
+            sync_cube();
+
+            query += tile_q;
+        }
+    }
+
+    // The queries came scaled by softmax_scale / softcap; without softcap that is 1.
+    let target = dk.origin(item.q_start, head_kv);
+    let stride = dk.token_stride;
+    T::store::<F>(&d_keys, grads, target, stride, rows, softcap, Scores, shape);
+    let target = dv.origin(item.q_start, head_kv);
+    let stride = dv.token_stride;
+    T::store::<F>(&d_values, grads, target, stride, rows, 1.0f32, Weights, shape);
+}

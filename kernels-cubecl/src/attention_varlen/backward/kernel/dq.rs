@@ -1,0 +1,118 @@
+//! Gradient of the queries.
+
+use cubecl::{ir::ElemType, prelude::*};
+
+use super::Target;
+use crate::{
+    attention_varlen::kernel::{ScoreOptions, work_item},
+    tile::{
+        Axis, F2, GradientAlgebra, GradientShape,
+        Product::{Scores, Weights},
+    },
+};
+
+/// dq: one cube per (query tile, head); see [`GradientAlgebra`] for what the steps do.
+///
+/// Queries, scaled by `query_scale`, and d_out are the rows; keys and values stream past.
+#[cube(launch_unchecked, address_type = "dynamic")]
+pub(crate) fn attention_varlen_dq<
+    T: GradientAlgebra,
+    F: Float,
+    NQ: Size,
+    NK: Size,
+    NV: Size,
+    ND: Size,
+>(
+    q: &Tensor<Vector<F, NQ>>,
+    k: &Tensor<Vector<F, NK>>,
+    v: &Tensor<Vector<F, NV>>,
+    d_out: &Tensor<Vector<F, ND>>,
+    stats: &[F2],
+    work: &[i32],
+    grads: &mut [Vector<F, Const<4>>],
+    dq: Target,
+    tiles: u32,
+    heads: u32,
+    heads_per_kv: u32,
+    query_scale: f32,
+    softmax_scale: f32,
+    softcap: f32,
+    left: i32,
+    right: i32,
+    #[comptime] shape: GradientShape,
+    #[comptime] options: ScoreOptions,
+    #[define(F)] _dtype: ElemType,
+    #[define(NQ)] _vector_q: usize,
+    #[define(NK)] _vector_k: usize,
+    #[define(NV)] _vector_v: usize,
+    #[define(ND)] _vector_d_out: usize,
+) {
+    let cube = CUBE_POS as u32;
+    if cube >= tiles * heads {
+        terminate!();
+    }
+    let head = (cube / tiles) as usize;
+    let head_kv = head / heads_per_kv as usize;
+    let item = work_item(work, cube % tiles, left, right, options);
+    let band = item.band;
+    let rows = item.q_rows as u32;
+
+    let mut memory = T::workspace(shape);
+    let mut scores = T::scores(shape);
+    let mut gradients = T::scores(shape);
+    let mut output = T::output(Scores, shape);
+    let mut statistics = T::statistics(Axis::Rows, shape);
+
+    let q_at = item.q_start * q.stride(0) + head * q.stride(1);
+    T::load_rows::<F, NQ>(&mut memory, q, q_at, rows, query_scale, Scores, shape);
+    let d_out_at = item.q_start * d_out.stride(0) + head * d_out.stride(1);
+    T::load_rows::<F, ND>(&mut memory, d_out, d_out_at, rows, 1.0f32, Weights, shape);
+    let heads = heads as usize;
+    let stats_at = item.q_start * heads + head;
+    T::load_statistics(&mut statistics, stats, stats_at, heads, rows, Axis::Rows, shape);
+
+    let tile_k = comptime!(shape.grid.tile_columns() as i32);
+    let end = band.end_key(item.q_rows);
+    let mut key = band.first_key();
+    while key < end {
+        let keys = min(tile_k, band.k_len - key) as u32;
+        let token = item.k_start + key as usize;
+        let k_at = token * k.stride(0) + head_kv * k.stride(1);
+        let v_at = token * v.stride(0) + head_kv * v.stride(1);
+
+        T::load_columns::<F, NV>(&mut memory, v, v_at, keys, 1.0f32, Weights, shape);
+        if comptime!(!shape.one_room) {
+            T::load_columns::<F, NK>(&mut memory, k, k_at, keys, 1.0f32, Scores, shape);
+        }
+        sync_cube();
+        T::mma_ab_t(&memory, &mut gradients, Weights, shape);
+        if comptime!(shape.one_room) {
+            sync_cube();
+            T::load_columns::<F, NK>(&mut memory, k, k_at, keys, 1.0f32, Scores, shape);
+            sync_cube();
+        }
+        T::mma_ab_t(&memory, &mut scores, Scores, shape);
+        T::differentiate(
+            &mut scores,
+            &mut gradients,
+            &statistics,
+            &band,
+            key,
+            softcap,
+            options.softcap,
+            Axis::Rows,
+            shape,
+        );
+
+        T::stage(&mut memory, &gradients, shape);
+        sync_cube();
+        T::mma_ab(&memory, &mut output, Scores, shape);
+        sync_cube();
+
+        key += tile_k;
+    }
+
+    let target = dq.origin(item.q_start, head);
+    let stride = dq.token_stride;
+    T::store::<F>(&output, grads, target, stride, rows, softmax_scale, Scores, shape);
+}

@@ -1,0 +1,31 @@
+//! Time, memory and arithmetic rate of the layers and operations of the workspace, beside Burn's own
+//! attention and PyTorch. `cargo xtask bench` builds and runs the program of this package.
+//!
+//! | room | holds |
+//! |---|---|
+//! | [`arguments`] | what can be asked for |
+//! | [`layout`] | the mixes of image sizes |
+//! | [`case`] | one thing to measure, and what it costs in theory |
+//! | [`workload`] | the same as a function to call |
+//! | [`measure`], [`memory`] | time and memory of a call |
+//! | [`machine`] | what the machine itself reaches: the rate of a large matrix product and of a copy |
+//! | [`peer`] | the same layers in PyTorch |
+//! | [`plan`] | which cases the arguments ask for |
+//! | [`runner`] | everything asked for, one after another |
+//! | [`report`], [`plot`] | the results as rows, tables and pictures |
+
+pub mod arguments;
+pub mod case;
+mod error;
+pub mod layout;
+pub mod machine;
+pub mod measure;
+pub mod memory;
+pub mod peer;
+pub mod plan;
+pub mod plot;
+pub mod report;
+pub mod runner;
+pub mod workload;
+
+pub use error::BenchError;
