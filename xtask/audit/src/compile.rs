@@ -62,8 +62,8 @@ pub fn audit(arguments: &Audit, ptxas: &Path) -> Result<Report, AuditError> {
     let mut rows = Vec::new();
     for &architecture in &arguments.architectures {
         let properties = Arc::new(device::properties(architecture));
-        let mut variants =
-            variants(&properties).map_err(|error| AuditError::Unsupported(architecture, error))?;
+        let mut variants = variants(&properties, arguments.selection())
+            .map_err(|error| AuditError::Unsupported(architecture, error))?;
         variants.retain(|variant| variant.to_string().contains(&arguments.kernel));
         let row = |variant| row(variant, architecture, &properties, &target, ptxas);
         rows.extend(variants.par_iter().map(row).collect::<Result<Vec<_>, _>>()?);

@@ -22,6 +22,7 @@ use std::path::PathBuf;
 
 use architecture::Architecture;
 use clap::Args;
+use variants::Selection;
 
 /// Arguments of the audit.
 #[derive(Args, Clone, Debug)]
@@ -30,10 +31,20 @@ pub struct Audit {
     #[arg(long = "arch", value_enum, value_name = "ARCH",
         default_values_t = [Architecture::Sm80, Architecture::Sm90a])]
     pub architectures: Vec<Architecture>,
+    /// Also rare layouts, head_dims and combinations of options: some ten minutes per architecture.
+    #[arg(long)]
+    pub full: bool,
     /// Only kernels whose blueprint in words, as in the table, has this text in it.
     #[arg(long, value_name = "TEXT", default_value = "")]
     pub kernel: String,
     /// Write the rows of the table to this file.
     #[arg(long, value_name = "FILE")]
     pub json: Option<PathBuf>,
+}
+
+impl Audit {
+    /// The kernels to look at, before [`kernel`](Self::kernel) narrows them.
+    pub fn selection(&self) -> Selection {
+        if self.full { Selection::Full } else { Selection::Usual }
+    }
 }
