@@ -4,8 +4,8 @@
 //! `cargo test --workspace --test memory -- --nocapture` prints the figures.
 
 use std::alloc::{GlobalAlloc, Layout, System};
-use std::sync::Mutex;
 use std::sync::atomic::{AtomicUsize, Ordering::SeqCst};
+use std::sync::{Mutex, MutexGuard};
 
 use burn::tensor::{Device, Distribution, Tensor};
 use burn_dots_vit::{DotsVisionEncoder, DotsVitConfig, GridThw};
@@ -37,11 +37,14 @@ unsafe impl GlobalAlloc for Counting {
 #[global_allocator]
 static ALLOCATOR: Counting = Counting;
 
+/// One test at a time: the counters know nothing of threads.
+fn alone() -> MutexGuard<'static, ()> {
+    static ALONE: Mutex<()> = Mutex::new(());
+    ALONE.lock().unwrap_or_else(|poisoned| poisoned.into_inner())
+}
+
 /// Bytes that `run` had allocated at its peak, beyond those alive before it.
 fn peak(run: impl FnOnce()) -> usize {
-    // One measurement at a time: the counters know nothing of threads.
-    static ALONE: Mutex<()> = Mutex::new(());
-    let _alone = ALONE.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
     let before = LIVE.load(SeqCst);
     PEAK.store(before, SeqCst);
     run();
@@ -72,6 +75,7 @@ fn training_step(implementation: AttentionImplementation, segments: usize, lengt
 
 #[test]
 fn a_training_step_by_the_kernel_grows_with_the_tokens() {
+    let _alone = alone();
     let kernel = AttentionImplementation::FlashAttention2;
     let [one, two] = [512, 1024].map(|length| training_step(kernel, 2, length));
     let composed = training_step(AttentionImplementation::EagerV2, 2, 1024);
@@ -89,6 +93,7 @@ fn a_training_step_by_the_kernel_grows_with_the_tokens() {
 /// Every block of a tower but its input is computed anew.
 #[test]
 fn gradient_checkpointing_keeps_the_inputs_of_blocks() {
+    let _alone = alone();
     let device = Device::flex().autodiff();
     let mut config = DotsVitConfig::dots_vit();
     (config.embed_dim, config.num_attention_heads, config.num_hidden_layers) = (64, 2, 8);

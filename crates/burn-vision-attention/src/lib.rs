@@ -18,7 +18,7 @@
 //! | `eager` | one masked score matrix over all tokens | O(tokens^2), for comparison only |
 //! | `eager_v2` | per segment in tensor operations | scores under 256 MiB |
 //! | `sdpa` | per segment through Burn's own `attention` | scores under 256 MiB |
-//! | `flash_attention_2` | one kernel over all segments (CubeCL devices, without gradients) | O(tokens) |
+//! | `flash_attention_2` | one kernel over all segments (Flex and CubeCL devices) | O(tokens) |
 //! | `flash_attention_3` | no kernel yet, falls back to `flash_attention_2` | |
 //!
 //! The bound of 256 MiB is for segments of up to 67 million keys (over all query heads that share a key

@@ -62,7 +62,7 @@ pub fn attention_varlen(
 }
 
 /// As [`attention_varlen`], with the logarithm of each query's sum of exponentials (lse), f32
-/// `[tokens_q, heads]`, natural base; -inf for a query that sees no key.
+/// `[tokens_q, heads]`, natural base; -inf for a query that sees no key. Gradients flow through both.
 ///
 /// # Panics
 ///
