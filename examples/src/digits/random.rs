@@ -31,7 +31,7 @@ impl Random {
     pub fn range(&mut self, low: u32, high: u32) -> u32 {
         assert!(low <= high, "low: expected at most high = {high}, got {low}");
         let count = u64::from(high - low) + 1;
-        low + ((self.next() >> 32) * count >> 32) as u32
+        low + (((self.next() >> 32) * count) >> 32) as u32
     }
 
     /// Puts `items` into a random order (Fisher-Yates).
