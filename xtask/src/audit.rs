@@ -29,6 +29,9 @@ pub fn run(arguments: &Audit) -> Result<ExitCode, Box<dyn Error>> {
     for architecture in &arguments.architectures {
         command.args(["--arch", &architecture.to_string()]);
     }
+    if arguments.full {
+        command.arg("--full");
+    }
     if let Some(file) = &arguments.json {
         command.arg("--json").arg(file);
     }

@@ -29,7 +29,7 @@ enum Command {
     Checkpoint(checkpoint::Checkpoint),
     /// List each device that answers and what a request resolves to on it.
     Devices(devices::Devices),
-    /// Compile every kernel without a GPU and fail if one spills registers.
+    /// Compile kernels without a GPU and fail if one needs local memory.
     Audit(kernel_audit::Audit),
     /// Install what building for CUDA and `audit` need: LLVM, ptxas, nvdisasm, libdevice.
     Provision,

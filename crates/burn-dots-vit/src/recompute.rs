@@ -82,10 +82,10 @@ where
     };
     // The number of parents is a constant of the step; x fills up the places that are left.
     let out = match parents.len() {
-        ..=16 => finish::<B, C, 16>(&parents, saved, out),
-        ..=64 => finish::<B, C, 64>(&parents, saved, out),
-        ..=256 => finish::<B, C, 256>(&parents, saved, out),
-        ..=1024 => finish::<B, C, 1024>(&parents, saved, out),
+        0..=16 => finish::<B, C, 16>(&parents, saved, out),
+        17..=64 => finish::<B, C, 64>(&parents, saved, out),
+        65..=256 => finish::<B, C, 256>(&parents, saved, out),
+        257..=1024 => finish::<B, C, 1024>(&parents, saved, out),
         _ => return None,
     };
     Some(Tensor::from_primitive::<Autodiff<B, C>>(out))

@@ -106,6 +106,7 @@ pub fn supports(
     check_dtype(properties, "q, k", problem.dtype)?;
     let head_dim = problem.head_dim();
     check_head_dim("q, k", head_dim)?;
+    check_rows("q, k", problem.tokens(), problem.q.shape[1].max(problem.k.shape[1]))?;
     let norm = match problem.norm {
         Some(norm) => {
             check_dtype(properties, "weight", norm.weight_dtype)?;
@@ -148,6 +149,19 @@ pub fn supports(
 pub(super) fn check_head_dim(argument: &'static str, head_dim: usize) -> Result<(), Unsupported> {
     if head_dim == 0 || !head_dim.is_multiple_of(2) {
         return Err(Unsupported::HeadDim { argument, head_dim, allowed: "even numbers from 2" });
+    }
+    Ok(())
+}
+
+/// Rows, one for each head of a token, are counted in 32 bits.
+pub(super) fn check_rows(
+    argument: &'static str,
+    tokens: usize,
+    heads: usize,
+) -> Result<(), Unsupported> {
+    let limit = i32::MAX as usize / heads.max(1);
+    if tokens > limit {
+        return Err(Unsupported::Tokens { argument, tokens, limit });
     }
     Ok(())
 }

@@ -71,13 +71,16 @@ fn heads<F: Float, W: Float, R: Float, N: Size>(
     let half = comptime!(blueprint.half());
     let pairs = comptime!(blueprint.pairs_per_unit());
     let units = comptime!(blueprint.units_per_head);
-    let heads = x.shape(1);
     let unit = UNIT_POS as usize % units;
-    let row = cube as usize * blueprint.heads_per_cube + UNIT_POS as usize / units;
-    let token = row / heads;
+    // Rows are counted in 32 bits: divisions of 64 take a hundred instructions.
+    let heads = x.shape(1) as u32;
+    let row =
+        cube * comptime!(blueprint.heads_per_cube as u32) + UNIT_POS / comptime!(units as u32);
+    let token = (row / heads) as usize;
     let in_range = token < x.shape(0);
 
-    let start = token * x.stride(0) + row % heads * x.stride(1);
+    let start = token * x.stride(0) + (row % heads) as usize * x.stride(1);
+    let stride = element_stride::<F, N>(x, 2usize);
     let mut low = Array::<Vector<f32, N>>::new(pairs);
     let mut high = Array::<Vector<f32, N>>::new(pairs);
     #[unroll]
@@ -87,9 +90,9 @@ fn heads<F: Float, W: Float, R: Float, N: Size>(
         high[i] = Vector::new(0.0f32);
         if in_range && pair < half {
             let vector_size = N::value();
-            let at = (start + pair * vector_size * x.stride(2)) / vector_size;
+            let at = (start + pair * vector_size * stride) / vector_size;
             low[i] = Vector::cast_from(x[at]);
-            high[i] = Vector::cast_from(x[at + half * x.stride(2)]);
+            high[i] = Vector::cast_from(x[at + half * stride]);
         }
     }
 
@@ -110,8 +113,19 @@ fn heads<F: Float, W: Float, R: Float, N: Size>(
     }
 
     if in_range {
-        rotate_and_store::<F, N>(&low, &high, tables, out, row, token, blueprint);
+        rotate_and_store::<F, N>(&low, &high, tables, out, row as usize, token, blueprint);
     }
+}
+
+/// Elements between neighbours in a head, on the last axis. Vectors are only read where that is 1, and a stride that
+/// the compiler knows takes neither registers nor multiplications.
+#[cube]
+pub(super) fn element_stride<F: Float, N: Size>(
+    tensor: &Tensor<Vector<F, N>>,
+    #[comptime] axis: usize,
+) -> usize {
+    let vector_size = N::value();
+    if comptime!(vector_size > 1) { 1usize.runtime() } else { tensor.stride(axis) }
 }
 
 /// Writes the head of this unit, rotated if there are tables.
@@ -169,7 +183,12 @@ pub(super) fn table<N: Size>(
     pair: usize,
 ) -> Vector<f32, N> {
     let vector_size = N::value();
-    table[(token * table.stride(0) + pair * vector_size * table.stride(1)) / vector_size]
+    let row = token * table.stride(0);
+    if comptime!(vector_size > 1) {
+        table[row / vector_size + pair]
+    } else {
+        table[row + pair * table.stride(1)]
+    }
 }
 
 /// Sum over the head that this unit works on. Every unit of a head adds the same numbers in the

@@ -264,15 +264,32 @@ pub fn kernel(
         blueprint.address_type,
     );
     let [weight_dtype, rounded] = norm_types(&blueprint);
-    let weight = || optional(blueprint.norm.is_some(), buffer_arg);
+    let has_norm = blueprint.norm.is_some();
+    if !blueprint.fused {
+        return Box::new(rope_norm::RopeNorm::new(
+            settings,
+            properties,
+            target,
+            tensor_arg(),
+            optional(has_norm, buffer_arg),
+            tables_compilation_arg(blueprint.rotary),
+            buffer_arg(),
+            (),
+            blueprint,
+            blueprint.dtype,
+            weight_dtype,
+            rounded,
+            blueprint.vector,
+        ));
+    }
     Box::new(rope_qk_norm::RopeQkNorm::new(
         settings,
         properties,
         target,
         tensor_arg(),
         tensor_arg(),
-        weight(),
-        weight(),
+        optional(has_norm, buffer_arg),
+        optional(has_norm, buffer_arg),
         tables_compilation_arg(blueprint.rotary),
         buffer_arg(),
         buffer_arg(),

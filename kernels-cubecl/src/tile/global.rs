@@ -21,7 +21,11 @@ pub(crate) fn load_rows<F: Float, N: Size>(
     #[comptime] units: usize,
 ) {
     let row_stride = source.stride(0);
-    let column_stride = source.stride(2);
+    // Vectors are only read where neighbours lie side by side, and a stride that the compiler knows
+    // takes neither a register through the loops nor multiplications.
+    let vector_size = N::value();
+    let column_stride =
+        if comptime!(vector_size == 4) { 1usize.runtime() } else { source.stride(2) };
     for i in range_stepped(UNIT_POS as usize, comptime!(tile_rows * width), units) {
         let row = i / width;
         let column = i % width;

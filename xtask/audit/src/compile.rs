@@ -14,7 +14,7 @@ use thiserror::Error;
 use crate::Audit;
 use crate::architecture::Architecture;
 use crate::device;
-use crate::ptxas::{PtxasError, assemble};
+use crate::ptxas::{PtxasError, Usage, Verdict, alone, assemble};
 use crate::report::{Report, Row};
 use crate::variants::{Variant, variants};
 
@@ -62,8 +62,8 @@ pub fn audit(arguments: &Audit, ptxas: &Path) -> Result<Report, AuditError> {
     let mut rows = Vec::new();
     for &architecture in &arguments.architectures {
         let properties = Arc::new(device::properties(architecture));
-        let mut variants =
-            variants(&properties).map_err(|error| AuditError::Unsupported(architecture, error))?;
+        let mut variants = variants(&properties, arguments.selection())
+            .map_err(|error| AuditError::Unsupported(architecture, error))?;
         variants.retain(|variant| variant.to_string().contains(&arguments.kernel));
         let row = |variant| row(variant, architecture, &properties, &target, ptxas);
         rows.extend(variants.par_iter().map(row).collect::<Result<Vec<_>, _>>()?);
@@ -98,9 +98,10 @@ fn row(
         Err(error) => return Err(refused(error.to_string())),
     };
     let ptx = module.ptx.iter().map(|&c| c as u8).take_while(|&c| c != 0).collect::<Vec<_>>();
-    let usage = assemble(ptxas, &String::from_utf8_lossy(&ptx), architecture).map_err(|error| {
-        AuditError::Assemble { kernel: variant.to_string(), architecture, error }
-    })?;
+    let (usage, verdict) =
+        judge(ptxas, &String::from_utf8_lossy(&ptx), architecture).map_err(|error| {
+            AuditError::Assemble { kernel: variant.to_string(), architecture, error }
+        })?;
     Ok(Row {
         operation: variant.operation(),
         blueprint: variant.to_string(),
@@ -108,5 +109,19 @@ fn row(
         threads: variant.threads(),
         shared_memory: module.shared_memory_size,
         usage,
+        verdict,
     })
+}
+
+fn judge(
+    ptxas: &Path,
+    ptx: &str,
+    architecture: Architecture,
+) -> Result<(Usage, Verdict), PtxasError> {
+    let usage = assemble(ptxas, ptx, architecture)?;
+    if usage.is_clean() {
+        return Ok((usage, Verdict::Clean));
+    }
+    let alone = assemble(ptxas, &alone(ptx)?, architecture)?;
+    Ok((usage, Verdict::of(&usage, &alone)))
 }

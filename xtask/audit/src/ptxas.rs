@@ -23,6 +23,9 @@ pub enum PtxasError {
     /// The PTX was refused.
     #[error("ptxas refuses the kernel: {0}")]
     Refused(String),
+    /// The PTX has another form than the one that is changed here.
+    #[error("the PTX has no {0}: the compiler has changed, adapt the audit to it")]
+    Ptx(&'static str),
     /// The report has another form than the one that is read here.
     #[error("ptxas reports no {0}: its output has changed, adapt the audit to it")]
     Report(&'static str),
@@ -84,6 +87,50 @@ impl Usage {
             && self.spill_loads == 0
             && self.local_memory == 0
     }
+}
+
+/// Most bytes that the assembler may spill for the sake of more resident blocks: 8 registers, the
+/// unit in which a multiprocessor hands them out.
+const TRADED: u32 = 32;
+
+/// What became of a kernel's variables.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Verdict {
+    /// All stay in registers.
+    Clean,
+    /// A few are spilled, though registers are left: the assembler would rather have another block
+    /// reside on the multiprocessor. It does not know how many the shared memory lets reside, which
+    /// is only asked for at launch.
+    Traded,
+    /// Local memory is needed.
+    Spilled,
+}
+
+impl Verdict {
+    /// Judges a kernel by its usage, and by its usage if the assembler is content with one resident
+    /// block.
+    pub fn of(usage: &Usage, alone: &Usage) -> Self {
+        match (usage.is_clean(), alone.is_clean() && usage.local_memory <= TRADED) {
+            (true, _) => Self::Clean,
+            (false, true) => Self::Traded,
+            (false, false) => Self::Spilled,
+        }
+    }
+}
+
+/// The module without a wish for resident blocks beyond the first.
+///
+/// # Errors
+///
+/// If the kernel does not say how many threads a block has.
+pub fn alone(ptx: &str) -> Result<String, PtxasError> {
+    const THREADS: &str = "\n.reqntid ";
+    let end = |start: usize| ptx[start + 1..].find('\n').map(|length| start + 1 + length);
+    let Some(end) = ptx.find(THREADS).and_then(end) else {
+        return Err(PtxasError::Ptx(THREADS.trim()));
+    };
+    Ok(format!("{}\n.minnctapersm 1{}", &ptx[..end], &ptx[end..]))
 }
 
 /// The number that stands directly before `what`.
@@ -180,6 +227,41 @@ ptxas info    : Compile time = 2.077 ms
         let usage = Usage::parse(report).unwrap();
         assert_eq!(usage, expected);
         assert_eq!(usage.is_clean(), clean);
+    }
+
+    const FEW: Usage = usage(40, 8);
+
+    const fn usage(registers: u32, local_memory: u32) -> Usage {
+        Usage {
+            registers,
+            static_shared_memory: 0,
+            stack_frame: local_memory,
+            spill_stores: local_memory,
+            spill_loads: local_memory,
+            local_memory,
+        }
+    }
+
+    #[rstest]
+    #[case::all_in_registers(usage(40, 0), usage(46, 0), Verdict::Clean)]
+    #[case::one_block_fewer_would_do(FEW, usage(46, 0), Verdict::Traded)]
+    #[case::needed_in_any_case(FEW, usage(255, 4), Verdict::Spilled)]
+    #[case::too_many_for_a_trade(usage(40, 40), usage(64, 0), Verdict::Spilled)]
+    fn spills_are_judged_by_what_needs_them(
+        #[case] own: Usage,
+        #[case] alone: Usage,
+        #[case] expected: Verdict,
+    ) {
+        assert_eq!(Verdict::of(&own, &alone), expected);
+    }
+
+    #[test]
+    fn one_resident_block_is_all_that_is_wished_for() {
+        let ptx = ".visible .entry kernel(\n)\n.reqntid 64, 1, 1\n{\n";
+        let expected = ".visible .entry kernel(\n)\n.reqntid 64, 1, 1\n.minnctapersm 1\n{\n";
+        assert_eq!(alone(ptx).unwrap(), expected);
+        let error = alone(".visible .entry kernel()\n{\n").unwrap_err().to_string();
+        assert!(error.contains(".reqntid"), "{error}");
     }
 
     #[rstest]

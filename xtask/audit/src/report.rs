@@ -6,7 +6,7 @@ use comfy_table::{CellAlignment, Table, presets};
 use serde::Serialize;
 
 use crate::architecture::Architecture;
-use crate::ptxas::Usage;
+use crate::ptxas::{Usage, Verdict};
 
 /// One kernel on one architecture.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
@@ -24,6 +24,8 @@ pub struct Row {
     /// What the assembler reports.
     #[serde(flatten)]
     pub usage: Usage,
+    /// What is to be thought of it.
+    pub verdict: Verdict,
 }
 
 /// All kernels.
@@ -43,21 +45,28 @@ impl Report {
         &self.rows
     }
 
-    /// Rows that spill or use local memory.
+    /// Rows that need local memory.
     pub fn failures(&self) -> impl Iterator<Item = &Row> {
-        self.rows.iter().filter(|row| !row.usage.is_clean())
+        self.judged(Verdict::Spilled)
     }
 
-    /// Whether there are kernels, and none spills or uses local memory.
+    fn judged(&self, verdict: Verdict) -> impl Iterator<Item = &Row> {
+        self.rows.iter().filter(move |row| row.verdict == verdict)
+    }
+
+    /// Whether there are kernels, and none needs local memory.
     pub fn passed(&self) -> bool {
         !self.rows.is_empty() && self.failures().next().is_none()
     }
 
     /// A line per operation and architecture: kernels, and the most registers and shared memory.
     fn summary(&self) -> Vec<String> {
-        let mut groups =
-            self.rows.iter().map(|row| (row.operation, row.architecture)).collect::<Vec<_>>();
-        groups.dedup();
+        let mut groups = Vec::new();
+        for group in self.rows.iter().map(|row| (row.operation, row.architecture)) {
+            if !groups.contains(&group) {
+                groups.push(group);
+            }
+        }
         let line = |(operation, architecture)| {
             let rows = self.rows.iter();
             let rows =
@@ -80,12 +89,22 @@ impl fmt::Display for Report {
         for line in self.summary() {
             writeln!(f, "{line}")?;
         }
-        let failed = self.failures().count();
-        if failed > 0 {
-            writeln!(f, "spills or local memory:\n{}", table(self.failures()))?;
+        let [traded, failed] = [Verdict::Traded, Verdict::Spilled];
+        for (verdict, title) in [
+            (traded, "a few bytes spilled for another resident block, with registers left"),
+            (failed, "local memory needed"),
+        ] {
+            if self.judged(verdict).next().is_some() {
+                writeln!(f, "{title}:\n{}", table(self.judged(verdict)))?;
+            }
         }
-        // The count stands alone on the last line; scripts read it.
-        write!(f, "{} kernels, {failed} with spills or local memory", self.rows.len())
+        let [traded, failed] = [traded, failed].map(|verdict| self.judged(verdict).count());
+        // The counts stand alone on the last line; scripts read it.
+        write!(
+            f,
+            "{} kernels, {traded} that spill though registers are left, {failed} that need local memory",
+            self.rows.len()
+        )
     }
 }
 
@@ -129,6 +148,7 @@ mod tests {
     use super::*;
 
     fn row(blueprint: &str, usage: Usage) -> Row {
+        let verdict = if usage.is_clean() { Verdict::Clean } else { Verdict::Spilled };
         Row {
             operation: "attention_varlen",
             blueprint: blueprint.to_owned(),
@@ -136,6 +156,7 @@ mod tests {
             threads: 64,
             shared_memory: 27_648,
             usage,
+            verdict,
         }
     }
 
@@ -154,8 +175,20 @@ mod tests {
         let failures = report.failures().map(|row| row.blueprint.as_str());
         assert_eq!(failures.collect::<Vec<_>>(), ["does not fit"]);
         let text = report.to_string();
-        assert!(text.ends_with("\n2 kernels, 1 with spills or local memory"), "{text}");
+        let counts = "2 kernels, 0 that spill though registers are left, 1 that need local memory";
+        assert!(text.ends_with(counts), "{text}");
         assert_eq!(text.matches("does not fit").count(), 2, "named in the table and below: {text}");
+    }
+
+    #[test]
+    fn a_trade_is_told_and_passes() {
+        let usage = Usage { spill_stores: 8, ..Usage::default() };
+        let traded = Row { verdict: Verdict::Traded, ..row("squeezed", usage) };
+        let report = Report::new(vec![clean(), traded]);
+        assert!(report.passed());
+        let text = report.to_string();
+        assert_eq!(text.matches("squeezed").count(), 2, "named in the table and below: {text}");
+        assert!(text.contains("2 kernels, 1 that spill"), "{text}");
     }
 
     #[test]

@@ -8,7 +8,7 @@ use super::RopeQkNormBackwardProblem;
 use crate::{
     TensorLayout, Unsupported,
     device::{address_type, check_bindings, check_dtype, check_units},
-    rope_qk_norm::blueprint::{check_head_dim, split_units, table_vector_size},
+    rope_qk_norm::blueprint::{check_head_dim, check_rows, split_units, table_vector_size},
 };
 
 /// Most cubes that sum weight gradients: as many as fill the largest GPUs, and few enough that
@@ -142,6 +142,8 @@ pub fn supports(
     problem.check();
     check_dtype(properties, "x, d_out", problem.dtype)?;
     check_head_dim("x, d_out", problem.head_dim)?;
+    let heads = problem.heads.max(problem.heads_kv.unwrap_or(0));
+    check_rows("x, d_out", problem.tokens, heads)?;
     let groups = problem.groups();
     let norm = problem.norm.map(|norm| norm.weight_dtype);
     // dx, perhaps d_out; x, weights and the cubes' sums; two tables.

@@ -3,7 +3,7 @@
 use cubecl::{ir::ElemType, prelude::*};
 
 use super::RopeQkNormBackwardBlueprint;
-use crate::rope_qk_norm::kernel::{Tables, table};
+use crate::rope_qk_norm::kernel::{Tables, element_stride, table};
 
 /// The part of a head that one unit works on: the vector pairs `(i, i + half)` for
 /// `i = unit, unit + units_per_head, ...`.
@@ -35,15 +35,15 @@ fn pair(#[comptime] i: usize, #[comptime] blueprint: RopeQkNormBackwardBlueprint
 }
 
 /// The heads that a cube works through: blocks of `heads_per_cube` rows of one group, where a row is
-/// a head of a token.
+/// a head of a token, counted in 32 bits: divisions of 64 take a hundred instructions.
 #[derive(CubeType, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
 struct Share {
     group: u32,
-    heads: usize,
-    rows: usize,
-    first_block: usize,
-    step: usize,
+    heads: u32,
+    rows: u32,
+    first_block: u32,
+    step: u32,
 }
 
 /// Cubes `0 .. cubes_q` share the rows of group 0 and the others those of group 1, in turns.
@@ -60,20 +60,20 @@ fn share(
     if comptime!(blueprint.groups == 1) {
         Share {
             group: 0u32.runtime(),
-            heads: heads as usize,
-            rows: tokens * heads as usize,
-            first_block: cube as usize,
-            step: cubes as usize,
+            heads,
+            rows: tokens as u32 * heads,
+            first_block: cube,
+            step: cubes,
         }
     } else {
         let keys = cube >= cubes_q;
-        let heads = select(keys, heads_kv, heads) as usize;
+        let heads = select(keys, heads_kv, heads);
         Share {
             group: select(keys, 1u32, 0u32),
             heads,
-            rows: tokens * heads,
-            first_block: select(keys, cube - cubes_q, cube) as usize,
-            step: select(keys, cubes - cubes_q, cubes_q) as usize,
+            rows: tokens as u32 * heads,
+            first_block: select(keys, cube - cubes_q, cube),
+            step: select(keys, cubes - cubes_q, cubes_q),
         }
     }
 }
@@ -91,12 +91,14 @@ struct Head {
 
 /// The head of this unit in a block of rows.
 #[cube]
-fn head(share: &Share, block: usize, #[comptime] blueprint: RopeQkNormBackwardBlueprint) -> Head {
-    let row = block * blueprint.heads_per_cube + UNIT_POS as usize / blueprint.units_per_head;
+fn head(share: &Share, block: u32, #[comptime] blueprint: RopeQkNormBackwardBlueprint) -> Head {
+    let (per_cube, units) =
+        comptime!((blueprint.heads_per_cube as u32, blueprint.units_per_head as u32));
+    let row = block * per_cube + UNIT_POS / units;
     Head {
-        token: row / share.heads,
+        token: (row / share.heads) as usize,
         group: share.group as usize,
-        head: row % share.heads,
+        head: (row % share.heads) as usize,
         exists: row < share.rows,
     }
 }
@@ -146,7 +148,7 @@ pub(super) fn norm_backward<F: Float, W: Float, N: Size>(
     let mut d_weight = Pairs::<N>::zeros(blueprint);
     let mut sums = Shared::<[f32]>::new_slice(comptime!(2 * blueprint.units()));
 
-    let blocks = share.rows.div_ceil(blueprint.heads_per_cube);
+    let blocks = share.rows.div_ceil(comptime!(blueprint.heads_per_cube as u32));
     for block in range_stepped(share.first_block, blocks, share.step) {
         let head = head(&share, block, blueprint);
         let mut normed = load::<F, N>(x, &head, blueprint);
@@ -245,15 +247,16 @@ fn load<F: Float, N: Size>(
 ) -> Pairs<N> {
     let half = comptime!(blueprint.half());
     let start = origin::<F, N>(tensor, head);
+    let stride = element_stride::<F, N>(tensor, 3usize);
     let mut pairs = Pairs::<N>::zeros(blueprint);
     #[unroll]
     for i in 0..comptime!(blueprint.pairs_per_unit()) {
         let pair = pair(i, blueprint);
         if head.exists && pair < half {
             let vector_size = N::value();
-            let at = (start + pair * vector_size * tensor.stride(3)) / vector_size;
+            let at = (start + pair * vector_size * stride) / vector_size;
             pairs.low[i] = Vector::cast_from(tensor[at]);
-            pairs.high[i] = Vector::cast_from(tensor[at + half * tensor.stride(3)]);
+            pairs.high[i] = Vector::cast_from(tensor[at + half * stride]);
         }
     }
     pairs
@@ -269,7 +272,7 @@ fn store<F: Float, N: Size>(
 ) {
     let half = comptime!(blueprint.half());
     let start = origin::<F, N>(&*tensor, head);
-    let stride = tensor.stride(3);
+    let stride = element_stride::<F, N>(&*tensor, 3usize);
     #[unroll]
     for i in 0..comptime!(blueprint.pairs_per_unit()) {
         let pair = pair(i, blueprint);

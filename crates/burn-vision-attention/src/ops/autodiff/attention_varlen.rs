@@ -12,6 +12,8 @@ use crate::Segments;
 use crate::ops::attention_varlen::AttentionOptions;
 use crate::ops::backend::{AttentionGradients, LseGradient, PackedAttentionBackend, Wanted};
 
+type Tracked<B, C> = FloatTensor<Autodiff<B, C>>;
+
 /// What the backward pass needs beside the incoming gradient: nothing of size tokens x tokens.
 #[derive(Clone, Debug)]
 struct Saved<B: PackedAttentionBackend> {
@@ -52,10 +54,10 @@ impl<B: PackedAttentionBackend> Saved<B> {
 /// Output and lse. Burn's steps have one output each, so that lse is a step of its own; its backward
 /// pass runs only where a loss depends on lse.
 pub(super) fn record<B: PackedAttentionBackend, C: CheckpointStrategy>(
-    tensors: [FloatTensor<Autodiff<B, C>>; 3],
+    tensors: [Tracked<B, C>; 3],
     segments: [Segments; 2],
     options: AttentionOptions,
-) -> (FloatTensor<Autodiff<B, C>>, FloatTensor<Autodiff<B, C>>) {
+) -> (Tracked<B, C>, Tracked<B, C>) {
     let nodes = || tensors.each_ref().map(|tensor| tensor.node());
     let step = OutStep.prepare::<C>(nodes()).compute_bound().stateful();
     let lse_step = LseStep.prepare::<C>(nodes()).compute_bound().stateful();

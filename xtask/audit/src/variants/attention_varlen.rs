@@ -1,0 +1,91 @@
+//! Packed attention and its gradients.
+
+use cubecl::ir::DeviceProperties;
+use kernels_cubecl::attention_varlen::{self, backward};
+use kernels_cubecl::{AttentionProblem, TensorLayout, Unsupported};
+
+use super::{Selection, Variant};
+
+/// One kernel per attention call.
+pub(super) fn forward(
+    properties: &DeviceProperties,
+    selection: Selection,
+) -> Result<Vec<Variant>, Unsupported> {
+    let variant = |problem: AttentionProblem| {
+        let blueprint = attention_varlen::supports(properties, &problem)?;
+        Ok(Variant {
+            operation: "attention_varlen",
+            blueprint: blueprint.to_string(),
+            threads: blueprint.units(),
+            build: Box::new(move |properties, target| {
+                attention_varlen::kernel(blueprint, properties, target)
+            }),
+        })
+    };
+    problems(selection).map(|(problem, _)| variant(problem)).collect()
+}
+
+/// The passes that compute gradients. The first differs by neither mask nor softcap, the others do
+/// not differ by whether lse has a gradient.
+pub(super) fn backward(
+    properties: &DeviceProperties,
+    selection: Selection,
+) -> Result<Vec<Variant>, Unsupported> {
+    let variant = |problem: &backward::AttentionGradProblem, pass: backward::GradPass| {
+        let blueprint = backward::supports(properties, problem)?;
+        Ok(Variant {
+            operation: match pass {
+                backward::GradPass::Statistics => "attention_varlen statistics",
+                backward::GradPass::Queries => "attention_varlen dq",
+                backward::GradPass::KeysValues => "attention_varlen dk dv",
+            },
+            blueprint: format!("{blueprint} {pass}"),
+            threads: blueprint.units(pass),
+            build: Box::new(move |properties, target| {
+                backward::kernel(blueprint, pass, properties, target)
+            }),
+        })
+    };
+    let mut variants = Vec::new();
+    for (forward, d_out) in problems(selection) {
+        let problem = backward::AttentionGradProblem {
+            d_out,
+            ..backward::AttentionGradProblem::new(forward)
+        };
+        variants.push(variant(&problem, backward::GradPass::Queries)?);
+        variants.push(variant(&problem, backward::GradPass::KeysValues)?);
+        if forward.window == (None, None) && forward.softcap.is_none() {
+            for d_lse in [None, Some([forward.q.shape[1], 1])] {
+                let problem = backward::AttentionGradProblem { d_lse, ..problem };
+                variants.push(variant(&problem, backward::GradPass::Statistics)?);
+            }
+        }
+    }
+    Ok(variants)
+}
+
+/// Attention calls, each with a layout of the gradient of its output.
+fn problems(selection: Selection) -> impl Iterator<Item = (AttentionProblem, TensorLayout)> {
+    selection.inputs().flat_map(move |(dtype, (head_dim, value_dim), layout)| {
+        let [q, k] = [0, 1].map(|index| layout.tensor(index, head_dim));
+        let [v, d_out] = [2, 3].map(|index| layout.tensor(index, value_dim));
+        let plain = AttentionProblem::new(q, k, v, dtype);
+        options(selection).map(move |(left, right, softcap)| {
+            (AttentionProblem { window: (left, right), softcap, ..plain }, d_out)
+        })
+    })
+}
+
+type Options = (Option<usize>, Option<usize>, Option<f32>);
+
+/// Both sides of the window, and the cap.
+fn options(selection: Selection) -> impl Iterator<Item = Options> {
+    let [sides, caps] = [[None, Some(1)], [None, Some(1)]];
+    let all = sides.into_iter().flat_map(move |left| {
+        sides.into_iter().flat_map(move |right| caps.map(|cap| (left, right, cap.map(|_| 30.0))))
+    });
+    all.filter(move |(left, right, softcap)| {
+        let set = [left.is_some(), right.is_some(), softcap.is_some()];
+        selection == Selection::Full || set == [set[0]; 3]
+    })
+}
