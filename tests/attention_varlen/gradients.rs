@@ -70,10 +70,11 @@ fn gradients(
         let out = attention_varlen_by(implementation, q, k, v, segments_q, segments_k, options);
         (out * cotangent).sum()
     };
-    let gradients = loss.backward();
+    // Where no query sees a key, the composed output is a constant.
+    let gradients = loss.is_tracked().then(|| loss.backward());
     tensors.map(|tensor| {
-        let shape = tensor.dims();
-        values(tensor.grad(&gradients).unwrap_or_else(|| Tensor::zeros(shape, device)))
+        let gradient = gradients.as_ref().and_then(|gradients| tensor.grad(gradients));
+        values(gradient.unwrap_or_else(|| Tensor::zeros(tensor.dims(), device)))
     })
 }
 
