@@ -117,8 +117,8 @@ fn heads<F: Float, W: Float, R: Float, N: Size>(
     }
 }
 
-/// Elements between neighbours in a head, on the last axis. Vectors are only read where that is 1, and a stride that
-/// the compiler knows takes neither registers nor multiplications.
+/// Elements between neighbours in a head, on the last axis. Vectors are only read where that is 1,
+/// and a stride that the compiler knows takes neither registers nor multiplications.
 #[cube]
 pub(super) fn element_stride<F: Float, N: Size>(
     tensor: &Tensor<Vector<F, N>>,
