@@ -1,6 +1,6 @@
 //! The kernels that a blueprint can choose.
 //!
-//! Each operation has a file that lists its kernels. A new one is added there and in [`LISTS`].
+//! Each operation has a file that lists its kernels. A new one is added there and in `LISTS`.
 
 mod attention_varlen;
 mod rope_qk_norm;
