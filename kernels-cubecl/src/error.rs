@@ -3,6 +3,8 @@
 use cubecl::ir::ElemType;
 use thiserror::Error;
 
+use crate::Engine;
+
 /// A property that the problem needs and the kernel or the device does not have.
 ///
 /// Returned by the `supports` functions, so that a resolver can report it and pick another
@@ -28,6 +30,14 @@ pub enum Unsupported {
         head_dim: usize,
         /// The allowed set, in words.
         allowed: &'static str,
+    },
+    /// The engine that was asked for does not run on the device, or not for the problem.
+    #[error("{engine} needs {missing}")]
+    Engine {
+        /// What was asked for.
+        engine: Engine,
+        /// What is missing.
+        missing: &'static str,
     },
     /// The smallest tile needs more shared memory than the device has.
     #[error(

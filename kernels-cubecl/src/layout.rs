@@ -63,12 +63,18 @@ impl TensorLayout {
     /// Widest vector, in elements, that `unit` consecutive elements of the last axis can be moved
     /// by: [`VECTOR`] or 1.
     pub(crate) fn vector_size(&self, unit: usize) -> usize {
+        self.vector_size_up_to(VECTOR, unit)
+    }
+
+    /// As [`vector_size`](Self::vector_size), with `widest`, [`VECTOR`] and 1 to choose from.
+    pub(crate) fn vector_size_up_to(&self, widest: usize, unit: usize) -> usize {
         let [token, head, element] = self.strides;
-        let aligned =
-            |axis: usize, stride: usize| self.shape[axis] <= 1 || stride.is_multiple_of(VECTOR);
-        let wide =
-            element == 1 && unit.is_multiple_of(VECTOR) && aligned(0, token) && aligned(1, head);
-        if wide { VECTOR } else { 1 }
+        let fits = |size: usize| {
+            let aligned =
+                |axis: usize, stride: usize| self.shape[axis] <= 1 || stride.is_multiple_of(size);
+            element == 1 && unit.is_multiple_of(size) && aligned(0, token) && aligned(1, head)
+        };
+        [widest, VECTOR].into_iter().find(|&size| fits(size)).unwrap_or(1)
     }
 }
 

@@ -14,6 +14,7 @@
 
 pub mod attention_varlen;
 mod device;
+mod engine;
 mod error;
 mod layout;
 pub mod rope_qk_norm;
@@ -27,6 +28,7 @@ pub use attention_varlen::{
         GradPlacements, Placement,
     },
 };
+pub use engine::Engine;
 pub use error::{LaunchError, Unsupported};
 pub use layout::TensorLayout;
 pub use rope_qk_norm::{

@@ -7,55 +7,19 @@ use cubecl::ir::{AddressType, DeviceProperties, ElemType};
 use super::{
     kernel::ScoreOptions,
     problem::{AttentionProblem, HEAD_DIMS},
+    tiling::{matrix_shapes, simt_shape},
 };
 use crate::{
     TensorLayout, Unsupported,
-    device::{
-        DeviceKind, MAX_32BIT_ELEMENTS, address_type, check_bindings, check_dtype, check_units,
-    },
+    device::{MAX_32BIT_ELEMENTS, address_type, check_bindings, check_dtype, check_units},
+    engine::Engine,
     layout::VECTOR,
-    tile::{Simt, TileShape},
+    tile::TileShape,
     work_list::MAX_TOKENS,
 };
 
-/// Shared memory that a cube may use on any device, in bytes. WebGPU's guaranteed 16 KiB is less,
-/// and the device's own limit applies as well; more than this would halve the cubes that reside on
-/// one multiprocessor.
-pub(super) const SHARED_MEMORY_BUDGET: usize = 32 * 1024;
-
 /// q, k, v, work list, out, lse.
 const BINDINGS: u32 = 6;
-
-/// Units of a cube and the register tiles to choose from.
-struct Tiling {
-    /// Units along keys and along query rows.
-    units: (usize, usize),
-    /// Query rows and keys per unit, best first.
-    register_tiles: &'static [(usize, usize)],
-}
-
-/// GPUs: enough units to fill two planes, register tiles small enough to leave room for the output
-/// tile in registers.
-const GPU: Tiling =
-    Tiling { units: (8, 8), register_tiles: &[(4, 4), (4, 2), (2, 2), (2, 1), (1, 1)] };
-
-/// Software rasterisers: every read of shared memory is a loop over the lanes of a plane, hundreds
-/// of instructions, while registers are plain stack memory. Few units with large tiles read least.
-const SOFTWARE: Tiling =
-    Tiling { units: (2, 4), register_tiles: &[(8, 8), (4, 8), (4, 4), (2, 2), (1, 1)] };
-
-/// `CubeCL`'s CPU runtime: units that meet at barriers are threads, so there is one.
-const CPU: Tiling = Tiling { units: (1, 1), register_tiles: &[(16, 8), (8, 8), (4, 4), (1, 1)] };
-
-impl Tiling {
-    fn of(properties: &DeviceProperties) -> &'static Self {
-        match DeviceKind::of(properties) {
-            DeviceKind::Gpu => &GPU,
-            DeviceKind::Software => &SOFTWARE,
-            DeviceKind::Cpu => &CPU,
-        }
-    }
-}
 
 /// Everything that is decided before an attention kernel is compiled.
 ///
@@ -63,6 +27,7 @@ impl Tiling {
 /// strides, scale and window sizes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct AttentionBlueprint {
+    pub(super) engine: Engine,
     pub(super) shape: TileShape,
     pub(super) dtype: ElemType,
     /// Elements per read of q, k and v.
@@ -72,6 +37,11 @@ pub struct AttentionBlueprint {
 }
 
 impl AttentionBlueprint {
+    /// What multiplies the tiles.
+    pub fn engine(&self) -> Engine {
+        self.engine
+    }
+
     /// Query rows per tile: what the [`WorkList`](crate::WorkList) has to be cut for.
     pub fn tile_q(&self) -> usize {
         self.shape.q_rows
@@ -89,7 +59,12 @@ impl AttentionBlueprint {
 
     /// Bytes of shared memory of one cube.
     pub fn shared_memory(&self) -> usize {
-        Simt::shared_memory(self.shape)
+        self.engine.shared_memory(self.shape)
+    }
+
+    /// Elements of the widest vector that q, k and v are read by.
+    fn widest_vector(&self) -> usize {
+        self.shape.matrix.map_or(VECTOR, |matrix| matrix.chunk)
     }
 
     /// Whether this blueprint was made for such a problem.
@@ -98,7 +73,7 @@ impl AttentionBlueprint {
         let own = [self.shape.head_dim, self.shape.value_dim];
         own == asked
             && self.dtype == problem.dtype
-            && self.vectors == vectors(problem)
+            && self.vectors == vectors(problem, self.widest_vector())
             && self.options == ScoreOptions::of(problem)
             && (self.address_type == AddressType::U64
                 || tensors(problem).iter().all(|(_, tensor)| tensor.span() <= MAX_32BIT_ELEMENTS))
@@ -110,7 +85,8 @@ impl fmt::Display for AttentionBlueprint {
         let shape = &self.shape;
         write!(
             f,
-            "attention_varlen simt {} head_dim {}/{} tile {}x{} units {}x{} vectors {:?} shared {} B {:?}",
+            "attention_varlen {} {} head_dim {}/{} tile {}x{} units {}x{} vectors {:?} shared {} B {:?}",
+            self.engine,
             self.dtype,
             shape.head_dim,
             shape.value_dim,
@@ -153,8 +129,8 @@ impl fmt::Display for ScoreOptions {
     }
 }
 
-/// The blueprint for a problem on a device, or the property that is missing. Cheap; compiles and
-/// allocates nothing.
+/// The blueprint for a problem on a device, or the property that is missing: the first of the
+/// [`candidates`]. Cheap; compiles and allocates nothing.
 ///
 /// # Errors
 ///
@@ -167,23 +143,83 @@ pub fn supports(
     properties: &DeviceProperties,
     problem: &AttentionProblem,
 ) -> Result<AttentionBlueprint, Unsupported> {
+    Engine::best(properties, problem.dtype)
+        .find_map(|engine| engine_blueprints(properties, problem, engine).ok()?.into_iter().next())
+        .map_or_else(|| supports_engine(properties, problem, Engine::Simt), Ok)
+}
+
+/// All blueprints that may be the fastest for a problem on a device, the likeliest first: those of
+/// its matrix units, or of the plain engine where there are none that serve the problem.
+///
+/// # Errors
+///
+/// As [`supports`].
+///
+/// # Panics
+///
+/// As [`supports`].
+pub fn candidates(
+    properties: &DeviceProperties,
+    problem: &AttentionProblem,
+) -> Result<Vec<AttentionBlueprint>, Unsupported> {
+    let of = |engine| engine_blueprints(properties, problem, engine);
+    let fast: Vec<_> =
+        Engine::best(properties, problem.dtype).filter_map(|engine| of(engine).ok()).flatten().collect();
+    if fast.is_empty() { of(Engine::Simt) } else { Ok(fast) }
+}
+
+/// As [`supports`], on this engine alone.
+///
+/// # Errors
+///
+/// As [`supports`], and if the engine does not serve the problem or the device.
+///
+/// # Panics
+///
+/// As [`supports`].
+pub fn supports_engine(
+    properties: &DeviceProperties,
+    problem: &AttentionProblem,
+    engine: Engine,
+) -> Result<AttentionBlueprint, Unsupported> {
+    // There is at least one where there is no error.
+    engine_blueprints(properties, problem, engine).map(|blueprints| blueprints[0])
+}
+
+/// The blueprints on one engine, the likeliest first, at least one.
+fn engine_blueprints(
+    properties: &DeviceProperties,
+    problem: &AttentionProblem,
+    engine: Engine,
+) -> Result<Vec<AttentionBlueprint>, Unsupported> {
     problem.check();
     check_problem(properties, problem)?;
     check_bindings(properties, BINDINGS)?;
-    let shape = tile_shape(properties, problem)?;
-    check_units(properties, shape.units() as u32)?;
+    engine.check(properties, problem.dtype)?;
+    let shapes = match engine {
+        Engine::Simt => vec![simt_shape(properties, problem)?],
+        _ => matrix_shapes(properties, problem, engine)?,
+    };
     let address_type = address_type(properties, &tensors(problem))?;
-    Ok(AttentionBlueprint {
-        shape,
-        dtype: problem.dtype,
-        vectors: vectors(problem),
-        options: ScoreOptions::of(problem),
-        address_type,
-    })
+    let blueprint = |shape: TileShape| {
+        let mut blueprint = AttentionBlueprint {
+            engine,
+            shape,
+            dtype: problem.dtype,
+            vectors: [1; 3],
+            options: ScoreOptions::of(problem),
+            address_type,
+        };
+        blueprint.vectors = vectors(problem, blueprint.widest_vector());
+        blueprint
+    };
+    let blueprints: Vec<_> = shapes.into_iter().map(blueprint).collect();
+    check_units(properties, blueprints[0].units() as u32)?;
+    Ok(blueprints)
 }
 
-fn vectors(problem: &AttentionProblem) -> [usize; 3] {
-    [problem.q, problem.k, problem.v].map(|tensor| tensor.vector_size(VECTOR))
+fn vectors(problem: &AttentionProblem, widest: usize) -> [usize; 3] {
+    [problem.q, problem.k, problem.v].map(|tensor| tensor.vector_size_up_to(widest, widest))
 }
 
 fn tensors(problem: &AttentionProblem) -> [(&'static str, TensorLayout); 4] {
@@ -219,29 +255,4 @@ fn check_tokens(argument: &'static str, tokens: usize) -> Result<(), Unsupported
         return Ok(());
     }
     Err(Unsupported::Tokens { argument, tokens, limit: MAX_TOKENS })
-}
-
-/// The largest register tile whose shared memory fits.
-fn tile_shape(
-    properties: &DeviceProperties,
-    problem: &AttentionProblem,
-) -> Result<TileShape, Unsupported> {
-    let available = properties.hardware.max_shared_memory_size.min(SHARED_MEMORY_BUDGET);
-    let tiling = Tiling::of(properties);
-    let (units_x, units_y) = tiling.units;
-    let shape = |&(rows, keys): &(usize, usize)| TileShape {
-        q_rows: rows * units_y,
-        k_rows: keys * units_x,
-        head_dim: problem.head_dim(),
-        value_dim: problem.value_dim(),
-        units_x,
-        units_y,
-    };
-    let shapes = || tiling.register_tiles.iter().map(shape);
-    shapes().find(|&candidate| Simt::shared_memory(candidate) <= available).ok_or_else(|| {
-        Unsupported::SharedMemory {
-            required: shapes().map(Simt::shared_memory).min().unwrap_or(0),
-            available,
-        }
-    })
 }

@@ -101,36 +101,41 @@ pub(super) fn attention_varlen<T: TileAlgebra, F: Float, NQ: Size, NK: Size, NV:
     let mut correction = T::rows(f32::new(0.0f32), shape);
 
     let q_origin = item.q_start * q.stride(0) + head * q.stride(1);
-    T::load_query::<F, NQ>(&mut workspace, q, q_origin, q_rows as u32, query_scale, shape);
+    T::load_query::<F, NQ>(&mut workspace, q, q_origin, q_rows as u32, shape);
 
     let tile_k = comptime!(shape.k_rows as i32);
     let end = band.end_key(q_rows);
     let mut key = band.first_key();
+    let (k_token, k_head) = (k.stride(0), head_kv * k.stride(1));
+    let k_first = (item.k_start + key as usize) * k_token + k_head;
+    T::fetch_key::<F, NK>(&mut workspace, k, k_first, band.keys_from(key, tile_k), shape);
     while key < end {
-        let keys = min(tile_k, band.k_len - key) as u32;
+        let keys = band.keys_from(key, tile_k);
         let token = item.k_start + key as usize;
 
-        let k_origin = token * k.stride(0) + head_kv * k.stride(1);
-        T::load_key::<F, NK>(&mut workspace, k, k_origin, keys, shape);
+        T::stage_key::<F, NK>(&mut workspace, k, token * k_token + k_head, keys, shape);
         sync_cube();
-        T::mma_ab_t(&workspace, &mut scores, shape);
+        let v_origin = token * v.stride(0) + head_kv * v.stride(1);
+        T::fetch_value::<F, NV>(&mut workspace, v, v_origin, keys, shape);
+        T::mma_ab_t(&mut workspace, &mut scores, query_scale, shape);
         if comptime!(blueprint.options.softcap) {
             T::softcap(&mut scores, softcap, shape);
         }
-        T::mask(&mut scores, &band, key, shape);
+        if band.cuts(key, tile_k, q_rows) {
+            T::mask(&mut scores, &band, key, shape);
+        }
         T::row_max(&mut workspace, &scores, &mut maximum, &mut correction, shape);
         T::exp(&mut scores, &maximum, shape);
         T::row_sum(&scores, &mut sum, &correction, shape);
         T::rescale(&mut output, &correction, shape);
 
         T::stage_weights(&mut workspace, &scores, shape);
-        let v_origin = token * v.stride(0) + head_kv * v.stride(1);
-        T::load_value::<F, NV>(&mut workspace, v, v_origin, keys, shape);
+        T::stage_value::<F, NV>(&mut workspace, v, v_origin, keys, shape);
         sync_cube();
-        T::mma_ab(&workspace, &mut output, shape);
-        sync_cube();
-
         key += tile_k;
+        let next = (item.k_start + key as usize) * k_token + k_head;
+        T::fetch_key::<F, NK>(&mut workspace, k, next, band.keys_from(key, tile_k), shape);
+        T::mma_ab(&mut workspace, &mut output, shape);
     }
 
     T::store::<F>(

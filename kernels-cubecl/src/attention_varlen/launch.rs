@@ -6,10 +6,10 @@ use cubecl::{client::Client, prelude::*};
 
 use super::{AttentionBlueprint, AttentionProblem, kernel::attention_varlen};
 use crate::{
-    DeviceWorkList, LaunchError, TensorLayout,
+    DeviceWorkList, Engine, LaunchError, TensorLayout,
     device::{buffer_arg, tensor_arg},
     layout::{VECTOR, check_binding, check_buffer},
-    tile::Simt,
+    tile::{Emulated, Mma, Simt, TensorCore, TileAlgebra},
     work_list::{MAX_TOKENS, TILE_WORDS, fold_grid},
 };
 
@@ -64,16 +64,35 @@ pub fn launch(
     let heads = problem.heads();
     let cubes = (work.tiles as u64).saturating_mul(heads as u64);
     let grid = fold_grid(cubes, client.properties().hardware.max_cube_count)?;
+    match blueprint.engine {
+        Engine::Simt => run::<Simt>(client, grid, problem, blueprint, work, tensors),
+        Engine::Mma => run::<Mma<TensorCore>>(client, grid, problem, blueprint, work, tensors),
+        Engine::EmulatedMma => {
+            run::<Mma<Emulated>>(client, grid, problem, blueprint, work, tensors);
+        }
+    }
+    Ok(())
+}
+
+fn run<T: TileAlgebra>(
+    client: &Client,
+    grid: CubeCount,
+    problem: &AttentionProblem,
+    blueprint: &AttentionBlueprint,
+    work: &DeviceWorkList,
+    tensors: AttentionTensors,
+) {
+    let heads = problem.heads();
     let AttentionTensors { q, k, v, out, lse } = tensors;
     // Empty buffers cannot be bound. Without key tokens the kernel never reads k and v.
     let (k, v) = if problem.tokens_k() == 0 { (q.clone(), q.clone()) } else { (k, v) };
     let (left, right) = bounds(problem);
     let cap = problem.softcap.unwrap_or(1.0);
-    // SAFETY: the work list holds `work.tiles` entries of the token counts checked against the
-    // problem, and the tensors reach no further than their buffers, as checked above; the kernel
-    // masks every row and key beyond its segment. Its loop advances by a positive constant.
+    // SAFETY: the work list holds `work.tiles` entries of the token counts that `launch` has
+    // checked, as it has that the tensors reach no further than their buffers; the kernel masks
+    // every row and key beyond its segment. Its loop advances by a positive constant.
     unsafe {
-        attention_varlen::launch_unchecked::<Simt>(
+        attention_varlen::launch_unchecked::<T>(
             client,
             grid,
             CubeDim::new_1d(blueprint.units() as u32),
@@ -99,7 +118,6 @@ pub fn launch(
             blueprint.vectors[2],
         );
     }
-    Ok(())
 }
 
 /// The window's sides; 0 where unbounded. Beyond the longest segment a window is unbounded; the
@@ -153,13 +171,25 @@ pub fn kernel(
     properties: Arc<DeviceProperties>,
     target: Arc<TargetProperties>,
 ) -> Box<dyn CubeKernel> {
+    match blueprint.engine {
+        Engine::Simt => kernel_on::<Simt>(blueprint, properties, target),
+        Engine::Mma => kernel_on::<Mma<TensorCore>>(blueprint, properties, target),
+        Engine::EmulatedMma => kernel_on::<Mma<Emulated>>(blueprint, properties, target),
+    }
+}
+
+fn kernel_on<T: TileAlgebra>(
+    blueprint: AttentionBlueprint,
+    properties: Arc<DeviceProperties>,
+    target: Arc<TargetProperties>,
+) -> Box<dyn CubeKernel> {
     let settings = KernelSettings::new(
         *CubeDim::new_1d(blueprint.units() as u32),
         ExecutionMode::Unchecked,
         blueprint.address_type,
     );
     let [vector_q, vector_k, vector_v] = blueprint.vectors;
-    Box::new(attention_varlen::AttentionVarlen::<Simt>::new(
+    Box::new(attention_varlen::AttentionVarlen::<T>::new(
         settings,
         properties,
         target,

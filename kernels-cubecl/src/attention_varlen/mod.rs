@@ -10,7 +10,8 @@ mod blueprint;
 mod kernel;
 mod launch;
 mod problem;
+mod tiling;
 
-pub use blueprint::{AttentionBlueprint, supports};
+pub use blueprint::{AttentionBlueprint, candidates, supports, supports_engine};
 pub use launch::{AttentionTensors, kernel, launch};
 pub use problem::{AttentionProblem, HEAD_DIMS};

@@ -58,4 +58,21 @@ impl Band {
         }
         end
     }
+
+    /// Keys of the segment from `key` on, at most `limit`, and none past its end.
+    pub fn keys_from(&self, key: i32, limit: i32) -> u32 {
+        max(0i32, min(limit, self.k_len - key)) as u32
+    }
+
+    /// Whether some of the `rows` rows do not see some of the `keys` keys from `first_key` on.
+    pub fn cuts(&self, first_key: i32, keys: i32, rows: i32) -> bool {
+        let mut cut = first_key + keys > self.k_len;
+        if comptime!(self.bounded_right) {
+            cut = cut || first_key + keys - 1 > self.diagonal + self.right;
+        }
+        if comptime!(self.bounded_left) {
+            cut = cut || first_key < rows - 1 + self.diagonal - self.left;
+        }
+        cut
+    }
 }

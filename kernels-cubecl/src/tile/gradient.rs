@@ -54,8 +54,8 @@ impl GradientShape {
 
 /// Operations on the tiles of one gradient loop.
 ///
-/// Every unit of the cube calls every operation, in uniform control flow. None synchronises: the
-/// loop places the barriers.
+/// Every unit of the cube calls every operation, in uniform control flow. The loop places a barrier
+/// between loading and multiplying; the operations place those that they need themselves.
 #[cube]
 pub trait GradientAlgebra: Send + Sync + 'static {
     /// Memory shared by the cube.
@@ -76,24 +76,22 @@ pub trait GradientAlgebra: Send + Sync + 'static {
     /// Allocates statistics of the queries on `axis`; their content is unspecified.
     fn statistics(#[comptime] axis: Axis, #[comptime] shape: GradientShape) -> Self::Statistics;
 
-    /// Loads the rows of a product times `scale`. Row 0 starts at element `origin`; rows from
+    /// Loads the rows of a product. Row 0 starts at element `origin`; rows from
     /// `valid` on are zeros and read no memory.
     fn load_rows<F: Float, N: Size>(
         workspace: &mut Self::Workspace,
         source: &Tensor<Vector<F, N>>,
         origin: usize,
         valid: u32,
-        scale: f32,
         #[comptime] product: Product,
         #[comptime] shape: GradientShape,
     );
-    /// Loads the columns of a product times `scale`. Columns from `valid` on are zeros.
+    /// Loads the columns of a product. Columns from `valid` on are zeros.
     fn load_columns<F: Float, N: Size>(
         workspace: &mut Self::Workspace,
         source: &Tensor<Vector<F, N>>,
         origin: usize,
         valid: u32,
-        scale: f32,
         #[comptime] product: Product,
         #[comptime] shape: GradientShape,
     );
@@ -109,17 +107,18 @@ pub trait GradientAlgebra: Send + Sync + 'static {
         #[comptime] shape: GradientShape,
     );
 
-    /// `scores = rows * columns^T` of a product.
+    /// `scores = scale * rows * columns^T` of a product.
     fn mma_ab_t(
-        workspace: &Self::Workspace,
+        workspace: &mut Self::Workspace,
         scores: &mut Self::Scores,
+        scale: f32,
         #[comptime] product: Product,
         #[comptime] shape: GradientShape,
     );
     /// `output += weights * columns`, with the columns of a product and the weights last given to
-    /// [`stage`](Self::stage).
+    /// [`stage`](Self::stage). When it returns, every unit has finished reading columns.
     fn mma_ab(
-        workspace: &Self::Workspace,
+        workspace: &mut Self::Workspace,
         output: &mut Self::Output,
         #[comptime] product: Product,
         #[comptime] shape: GradientShape,

@@ -3,16 +3,20 @@
 //! A loop names what happens to a tile (load, multiply, mask, reduce, rescale, store); an
 //! implementation of [`TileAlgebra`] decides where the tile lives (registers, shared memory, matrix
 //! fragments) and which units hold which part of it. [`Simt`] serves every device: it needs neither
-//! matrix units nor plane operations and at most 32 KiB of shared memory.
+//! matrix units nor plane operations and at most 32 KiB of shared memory. [`Mma`] holds scores and
+//! output in the fragments of `mma.sync`.
 
 mod band;
 mod global;
 mod gradient;
+mod mma;
 mod simt;
 
 pub use band::Band;
 pub(crate) use global::{dot, read_vector};
 pub use gradient::{Axis, F2, GradientAlgebra, GradientShape, Product};
+pub use mma::{Emulated, MatrixTile, Mma, TensorCore};
+pub(crate) use mma::{LANES, shared_memory as mma_shared_memory};
 pub use simt::Simt;
 
 use cubecl::prelude::*;
@@ -42,6 +46,8 @@ pub struct TileShape {
     pub units_x: usize,
     /// Units along query rows.
     pub units_y: usize,
+    /// What matrix units work on; `None` for plain tiles, which are f32.
+    pub matrix: Option<MatrixTile>,
 }
 
 impl TileShape {
@@ -121,26 +127,42 @@ pub trait TileAlgebra: Send + Sync + 'static {
     /// Allocates row values, all `value`.
     fn rows(value: f32, #[comptime] shape: TileShape) -> Self::Rows;
 
-    /// Loads a query tile times `scale`. Row 0 starts at element `origin`; rows from `valid` on are
-    /// zeros and read no memory.
+    /// Loads a query tile. Row 0 starts at element `origin`; rows from `valid` on are zeros and read
+    /// no memory.
     fn load_query<F: Float, N: Size>(
         workspace: &mut Self::Workspace,
         source: &Tensor<Vector<F, N>>,
         origin: usize,
         valid: u32,
-        scale: f32,
         #[comptime] shape: TileShape,
     );
-    /// Loads a key tile into the room that keys and values share. Rows from `valid` on are zeros.
-    fn load_key<F: Float, N: Size>(
+    /// May begin to read the key tile that [`stage_key`](Self::stage_key) is given next, so that the
+    /// memory's latency passes behind a product. There is room for one tile under way.
+    fn fetch_key<F: Float, N: Size>(
         workspace: &mut Self::Workspace,
         source: &Tensor<Vector<F, N>>,
         origin: usize,
         valid: u32,
         #[comptime] shape: TileShape,
     );
-    /// Loads a value tile into the room that keys and values share. Rows from `valid` on are zeros.
-    fn load_value<F: Float, N: Size>(
+    /// Puts a key tile where the first product reads it. Rows from `valid` on are zeros.
+    fn stage_key<F: Float, N: Size>(
+        workspace: &mut Self::Workspace,
+        source: &Tensor<Vector<F, N>>,
+        origin: usize,
+        valid: u32,
+        #[comptime] shape: TileShape,
+    );
+    /// As [`fetch_key`](Self::fetch_key), for the value tile.
+    fn fetch_value<F: Float, N: Size>(
+        workspace: &mut Self::Workspace,
+        source: &Tensor<Vector<F, N>>,
+        origin: usize,
+        valid: u32,
+        #[comptime] shape: TileShape,
+    );
+    /// Puts a value tile where the second product reads it. Rows from `valid` on are zeros.
+    fn stage_value<F: Float, N: Size>(
         workspace: &mut Self::Workspace,
         source: &Tensor<Vector<F, N>>,
         origin: usize,
@@ -148,15 +170,20 @@ pub trait TileAlgebra: Send + Sync + 'static {
         #[comptime] shape: TileShape,
     );
 
-    /// `scores = query * key^T`.
+    /// `scores = scale * query * key^T`.
     fn mma_ab_t(
-        workspace: &Self::Workspace,
+        workspace: &mut Self::Workspace,
         scores: &mut Self::Scores,
+        scale: f32,
         #[comptime] shape: TileShape,
     );
     /// `output += weights * value`, with the weights last given to
-    /// [`stage_weights`](Self::stage_weights).
-    fn mma_ab(workspace: &Self::Workspace, output: &mut Self::Output, #[comptime] shape: TileShape);
+    /// [`stage_weights`](Self::stage_weights). The key room may be written afterwards.
+    fn mma_ab(
+        workspace: &mut Self::Workspace,
+        output: &mut Self::Output,
+        #[comptime] shape: TileShape,
+    );
     /// Hands the weights over to [`mma_ab`](Self::mma_ab).
     fn stage_weights(
         workspace: &mut Self::Workspace,
@@ -169,7 +196,8 @@ pub trait TileAlgebra: Send + Sync + 'static {
     /// Sets scores outside the band to [`MASKED`]; column 0 is key `first_key` of the segment.
     fn mask(scores: &mut Self::Scores, band: &Band, first_key: i32, #[comptime] shape: TileShape);
     /// Raises `maximum` to the maxima of the score rows and sets `correction` to
-    /// `exp(old - new)`. Synchronises the cube once, after every unit has finished reading keys.
+    /// `exp(old - new)`. Where keys and values share a room, every unit has finished reading keys
+    /// when it returns.
     fn row_max(
         workspace: &mut Self::Workspace,
         scores: &Self::Scores,
@@ -192,7 +220,7 @@ pub trait TileAlgebra: Send + Sync + 'static {
 
     /// Writes `output / sum` and `lse = maximum + ln(sum)`; rows without any visible key get 0 and
     /// `minus_infinity`. Row `r < valid` goes to `out[(first_row + r * row_stride) * value_dim ..]`
-    /// and `lse[first_row + r * row_stride]`. Synchronises the cube once.
+    /// and `lse[first_row + r * row_stride]`.
     fn store<F: Float>(
         workspace: &mut Self::Workspace,
         output: &Self::Output,

@@ -7,7 +7,8 @@ use cubecl::{
 };
 use kernels_cubecl::{
     AttentionProblem, AttentionTensors, TensorLayout, Unsupported, WorkList,
-    attention_varlen::{launch, supports},
+    Engine,
+    attention_varlen::{launch, supports, supports_engine},
 };
 
 use super::common::{F32, Output, Random, max_error, round, upload};
@@ -48,6 +49,8 @@ pub struct Case {
     pub window: (Option<usize>, Option<usize>),
     pub softcap: Option<f32>,
     pub tiles: Tiles,
+    /// Runs on this engine, whatever the device would choose.
+    pub engine: Option<Engine>,
 }
 
 impl Case {
@@ -65,6 +68,7 @@ impl Case {
             window: (None, None),
             softcap: None,
             tiles: Tiles::Gpu,
+            engine: None,
         }
     }
 
@@ -175,7 +179,12 @@ impl Case {
         layouts: [TensorLayout; 3],
     ) -> (Output, Output) {
         let problem = self.problem(layouts);
-        let blueprint = supports(&self.tiles.properties(client), &problem).unwrap();
+        let properties = self.tiles.properties(client);
+        let blueprint = match self.engine {
+            None => supports(&properties, &problem),
+            Some(engine) => supports_engine(&properties, &problem, engine),
+        }
+        .unwrap();
         let work = WorkList::new(
             &cumulative(&self.lengths_q),
             &cumulative(&self.lengths_k),

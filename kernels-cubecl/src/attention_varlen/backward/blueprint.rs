@@ -7,8 +7,9 @@ use cubecl::ir::{AddressType, DeviceProperties, ElemType};
 use super::{
     super::{
         AttentionProblem,
-        blueprint::{SHARED_MEMORY_BUDGET, check_problem},
+        blueprint::check_problem,
         kernel::ScoreOptions,
+        tiling::SHARED_MEMORY_BUDGET,
     },
     problem::AttentionGradProblem,
 };

@@ -97,7 +97,6 @@ impl GradientAlgebra for Simt {
         source: &Tensor<Vector<F, N>>,
         origin: usize,
         valid: u32,
-        scale: f32,
         #[comptime] product: Product,
         #[comptime] shape: GradientShape,
     ) {
@@ -107,10 +106,10 @@ impl GradientAlgebra for Simt {
         let units = comptime!(shape.grid.units());
         if comptime!(product == Product::Scores) {
             let room = &mut workspace.score_rows;
-            load_rows::<F, N>(source, origin, valid, scale, room, rows, width, pitch, units);
+            load_rows::<F, N>(source, origin, valid, room, rows, width, pitch, units);
         } else {
             let room = &mut workspace.weight_rows;
-            load_rows::<F, N>(source, origin, valid, scale, room, rows, width, pitch, units);
+            load_rows::<F, N>(source, origin, valid, room, rows, width, pitch, units);
         }
     }
 
@@ -119,7 +118,6 @@ impl GradientAlgebra for Simt {
         source: &Tensor<Vector<F, N>>,
         origin: usize,
         valid: u32,
-        scale: f32,
         #[comptime] product: Product,
         #[comptime] shape: GradientShape,
     ) {
@@ -129,10 +127,10 @@ impl GradientAlgebra for Simt {
         let units = comptime!(shape.grid.units());
         if comptime!(product == Product::Scores || shape.one_room) {
             let room = &mut workspace.score_columns;
-            load_rows::<F, N>(source, origin, valid, scale, room, columns, width, pitch, units);
+            load_rows::<F, N>(source, origin, valid, room, columns, width, pitch, units);
         } else {
             let room = &mut workspace.weight_columns;
-            load_rows::<F, N>(source, origin, valid, scale, room, columns, width, pitch, units);
+            load_rows::<F, N>(source, origin, valid, room, columns, width, pitch, units);
         }
     }
 
@@ -162,8 +160,9 @@ impl GradientAlgebra for Simt {
     }
 
     fn mma_ab_t(
-        workspace: &GradientWorkspace,
+        workspace: &mut GradientWorkspace,
         scores: &mut Array<f32>,
+        scale: f32,
         #[comptime] product: Product,
         #[comptime] shape: GradientShape,
     ) {
@@ -173,18 +172,18 @@ impl GradientAlgebra for Simt {
         let grid = shape.grid;
         if comptime!(product == Product::Scores) {
             let (rows, columns) = (&workspace.score_rows, &workspace.score_columns);
-            product::mma_ab_t(rows, columns, scores, width, pitch, stride, grid);
+            product::mma_ab_t(rows, columns, scores, scale, width, pitch, stride, grid);
         } else if comptime!(shape.one_room) {
             let (rows, columns) = (&workspace.weight_rows, &workspace.score_columns);
-            product::mma_ab_t(rows, columns, scores, width, pitch, stride, grid);
+            product::mma_ab_t(rows, columns, scores, scale, width, pitch, stride, grid);
         } else {
             let (rows, columns) = (&workspace.weight_rows, &workspace.weight_columns);
-            product::mma_ab_t(rows, columns, scores, width, pitch, stride, grid);
+            product::mma_ab_t(rows, columns, scores, scale, width, pitch, stride, grid);
         }
     }
 
     fn mma_ab(
-        workspace: &GradientWorkspace,
+        workspace: &mut GradientWorkspace,
         output: &mut Array<F4>,
         #[comptime] product: Product,
         #[comptime] shape: GradientShape,
@@ -197,6 +196,7 @@ impl GradientAlgebra for Simt {
         } else {
             product::mma_ab(staged, &workspace.weight_columns, output, width, pitch, shape.grid);
         }
+        sync_cube();
     }
 
     fn stage(
@@ -205,6 +205,7 @@ impl GradientAlgebra for Simt {
         #[comptime] shape: GradientShape,
     ) {
         product::stage_weights(&mut workspace.staged, weights, shape.grid);
+        sync_cube();
     }
 
     fn differentiate(

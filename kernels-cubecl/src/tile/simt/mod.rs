@@ -90,7 +90,7 @@ fn first_row(#[comptime] grid: UnitGrid) -> usize {
 /// `tanh(x) = 1 - 2 / (exp(2x) + 1)`: saturates on both sides and keeps NaN, which built-in tanh
 /// does not promise.
 #[cube]
-fn tanh(x: f32) -> f32 {
+pub(super) fn tanh(x: f32) -> f32 {
     1.0f32 - 2.0f32 / (f32::exp(2.0f32 * x) + 1.0f32)
 }
 
@@ -147,7 +147,6 @@ impl TileAlgebra for Simt {
         source: &Tensor<Vector<F, N>>,
         origin: usize,
         valid: u32,
-        scale: f32,
         #[comptime] shape: TileShape,
     ) {
         let tile = comptime!(RegisterTile::of(shape));
@@ -155,7 +154,6 @@ impl TileAlgebra for Simt {
             source,
             origin,
             valid,
-            scale,
             &mut workspace.query,
             shape.q_rows,
             comptime!(shape.head_dim / 4),
@@ -164,7 +162,17 @@ impl TileAlgebra for Simt {
         );
     }
 
-    fn load_key<F: Float, N: Size>(
+    /// Reads nothing ahead: a tile would take most of a unit's registers.
+    fn fetch_key<F: Float, N: Size>(
+        _workspace: &mut SimtWorkspace,
+        _source: &Tensor<Vector<F, N>>,
+        _origin: usize,
+        _valid: u32,
+        #[comptime] _shape: TileShape,
+    ) {
+    }
+
+    fn stage_key<F: Float, N: Size>(
         workspace: &mut SimtWorkspace,
         source: &Tensor<Vector<F, N>>,
         origin: usize,
@@ -176,7 +184,6 @@ impl TileAlgebra for Simt {
             source,
             origin,
             valid,
-            1.0f32,
             &mut workspace.key_value,
             shape.k_rows,
             comptime!(shape.head_dim / 4),
@@ -185,7 +192,16 @@ impl TileAlgebra for Simt {
         );
     }
 
-    fn load_value<F: Float, N: Size>(
+    fn fetch_value<F: Float, N: Size>(
+        _workspace: &mut SimtWorkspace,
+        _source: &Tensor<Vector<F, N>>,
+        _origin: usize,
+        _valid: u32,
+        #[comptime] _shape: TileShape,
+    ) {
+    }
+
+    fn stage_value<F: Float, N: Size>(
         workspace: &mut SimtWorkspace,
         source: &Tensor<Vector<F, N>>,
         origin: usize,
@@ -197,7 +213,6 @@ impl TileAlgebra for Simt {
             source,
             origin,
             valid,
-            1.0f32,
             &mut workspace.key_value,
             shape.k_rows,
             comptime!(shape.value_dim / 4),
@@ -206,12 +221,18 @@ impl TileAlgebra for Simt {
         );
     }
 
-    fn mma_ab_t(workspace: &SimtWorkspace, scores: &mut Array<f32>, #[comptime] shape: TileShape) {
+    fn mma_ab_t(
+        workspace: &mut SimtWorkspace,
+        scores: &mut Array<f32>,
+        scale: f32,
+        #[comptime] shape: TileShape,
+    ) {
         let tile = comptime!(RegisterTile::of(shape));
         product::mma_ab_t(
             &workspace.query,
             &workspace.key_value,
             scores,
+            scale,
             comptime!(shape.head_dim / 4),
             tile.query_pitch,
             tile.key_value_pitch,
@@ -219,7 +240,11 @@ impl TileAlgebra for Simt {
         );
     }
 
-    fn mma_ab(workspace: &SimtWorkspace, output: &mut Array<F4>, #[comptime] shape: TileShape) {
+    fn mma_ab(
+        workspace: &mut SimtWorkspace,
+        output: &mut Array<F4>,
+        #[comptime] shape: TileShape,
+    ) {
         let tile = comptime!(RegisterTile::of(shape));
         product::mma_ab(
             &workspace.weights,
@@ -229,6 +254,8 @@ impl TileAlgebra for Simt {
             tile.key_value_pitch,
             comptime!(shape.grid()),
         );
+        // Keys come next, into the room that the values were read from.
+        sync_cube();
     }
 
     fn stage_weights(

@@ -13,8 +13,8 @@ use crate::{
 
 /// dk and dv: one cube per (key tile, key head).
 ///
-/// Keys and values are the rows; the queries, scaled by `query_scale`, and d_out of every head that
-/// reads them stream past. In the work list queries and keys are swapped: it lists key tiles, whose
+/// Keys and values are the rows; the queries and d_out of every head that reads them stream past.
+/// Scores are products times `query_scale`. In the work list queries and keys are swapped: it lists key tiles, whose
 /// band says which queries see a key, and `left` and `right` are swapped, too.
 #[cube(launch_unchecked, address_type = "dynamic")]
 pub(crate) fn attention_varlen_dkdv<
@@ -38,6 +38,7 @@ pub(crate) fn attention_varlen_dkdv<
     heads_kv: u32,
     heads_per_kv: u32,
     query_scale: f32,
+    softmax_scale: f32,
     softcap: f32,
     left: i32,
     right: i32,
@@ -67,9 +68,9 @@ pub(crate) fn attention_varlen_dkdv<
     let mut statistics = T::statistics(Axis::Columns, shape);
 
     let k_at = item.q_start * k.stride(0) + head_kv * k.stride(1);
-    T::load_rows::<F, NK>(&mut memory, k, k_at, rows, 1.0f32, Scores, shape);
+    T::load_rows::<F, NK>(&mut memory, k, k_at, rows, Scores, shape);
     let v_at = item.q_start * v.stride(0) + head_kv * v.stride(1);
-    T::load_rows::<F, NV>(&mut memory, v, v_at, rows, 1.0f32, Weights, shape);
+    T::load_rows::<F, NV>(&mut memory, v, v_at, rows, Weights, shape);
 
     let tile_q = comptime!(shape.grid.tile_columns() as i32);
     let end = band.end_key(item.q_rows);
@@ -91,18 +92,18 @@ pub(crate) fn attention_varlen_dkdv<
                 Axis::Columns,
                 shape,
             );
-            T::load_columns::<F, ND>(&mut memory, d_out, d_out_at, queries, 1.0f32, Weights, shape);
+            T::load_columns::<F, ND>(&mut memory, d_out, d_out_at, queries, Weights, shape);
             if comptime!(!shape.one_room) {
-                T::load_columns::<F, NQ>(&mut memory, q, q_at, queries, query_scale, Scores, shape);
+                T::load_columns::<F, NQ>(&mut memory, q, q_at, queries, Scores, shape);
             }
             sync_cube();
-            T::mma_ab_t(&memory, &mut gradients, Weights, shape);
+            T::mma_ab_t(&mut memory, &mut gradients, 1.0f32, Weights, shape);
             if comptime!(shape.one_room) {
                 sync_cube();
-                T::load_columns::<F, NQ>(&mut memory, q, q_at, queries, query_scale, Scores, shape);
+                T::load_columns::<F, NQ>(&mut memory, q, q_at, queries, Scores, shape);
                 sync_cube();
             }
-            T::mma_ab_t(&memory, &mut scores, Scores, shape);
+            T::mma_ab_t(&mut memory, &mut scores, query_scale, Scores, shape);
             T::differentiate(
                 &mut scores,
                 &mut gradients,
@@ -116,9 +117,7 @@ pub(crate) fn attention_varlen_dkdv<
             );
 
             T::stage(&mut memory, &gradients, shape);
-            sync_cube();
-            T::mma_ab(&memory, &mut d_keys, Scores, shape);
-            sync_cube();
+            T::mma_ab(&mut memory, &mut d_keys, Scores, shape);
 
             if comptime!(shape.one_room) {
                 T::load_columns::<F, ND>(
@@ -126,24 +125,20 @@ pub(crate) fn attention_varlen_dkdv<
                     d_out,
                     d_out_at,
                     queries,
-                    1.0f32,
                     Weights,
                     shape,
                 );
             }
             T::stage(&mut memory, &scores, shape);
-            sync_cube();
-            T::mma_ab(&memory, &mut d_values, Weights, shape);
-            sync_cube();
+            T::mma_ab(&mut memory, &mut d_values, Weights, shape);
 
             query += tile_q;
         }
     }
 
-    // The queries came scaled by softmax_scale / softcap; without softcap that is 1.
     let target = dk.origin(item.q_start, head_kv);
     let stride = dk.token_stride;
-    T::store::<F>(&d_keys, grads, target, stride, rows, softcap, Scores, shape);
+    T::store::<F>(&d_keys, grads, target, stride, rows, softmax_scale, Scores, shape);
     let target = dv.origin(item.q_start, head_kv);
     let stride = dv.token_stride;
     T::store::<F>(&d_values, grads, target, stride, rows, 1.0f32, Weights, shape);

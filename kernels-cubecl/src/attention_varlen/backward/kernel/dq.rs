@@ -13,7 +13,8 @@ use crate::{
 
 /// dq: one cube per (query tile, head); see [`GradientAlgebra`] for what the steps do.
 ///
-/// Queries, scaled by `query_scale`, and d_out are the rows; keys and values stream past.
+/// Queries and d_out are the rows; keys and values stream past. Scores are products times
+/// `query_scale`.
 #[cube(launch_unchecked, address_type = "dynamic")]
 pub(crate) fn attention_varlen_dq<
     T: GradientAlgebra,
@@ -64,9 +65,9 @@ pub(crate) fn attention_varlen_dq<
     let mut statistics = T::statistics(Axis::Rows, shape);
 
     let q_at = item.q_start * q.stride(0) + head * q.stride(1);
-    T::load_rows::<F, NQ>(&mut memory, q, q_at, rows, query_scale, Scores, shape);
+    T::load_rows::<F, NQ>(&mut memory, q, q_at, rows, Scores, shape);
     let d_out_at = item.q_start * d_out.stride(0) + head * d_out.stride(1);
-    T::load_rows::<F, ND>(&mut memory, d_out, d_out_at, rows, 1.0f32, Weights, shape);
+    T::load_rows::<F, ND>(&mut memory, d_out, d_out_at, rows, Weights, shape);
     let heads = heads as usize;
     let stats_at = item.q_start * heads + head;
     T::load_statistics(&mut statistics, stats, stats_at, heads, rows, Axis::Rows, shape);
@@ -80,18 +81,18 @@ pub(crate) fn attention_varlen_dq<
         let k_at = token * k.stride(0) + head_kv * k.stride(1);
         let v_at = token * v.stride(0) + head_kv * v.stride(1);
 
-        T::load_columns::<F, NV>(&mut memory, v, v_at, keys, 1.0f32, Weights, shape);
+        T::load_columns::<F, NV>(&mut memory, v, v_at, keys, Weights, shape);
         if comptime!(!shape.one_room) {
-            T::load_columns::<F, NK>(&mut memory, k, k_at, keys, 1.0f32, Scores, shape);
+            T::load_columns::<F, NK>(&mut memory, k, k_at, keys, Scores, shape);
         }
         sync_cube();
-        T::mma_ab_t(&memory, &mut gradients, Weights, shape);
+        T::mma_ab_t(&mut memory, &mut gradients, 1.0f32, Weights, shape);
         if comptime!(shape.one_room) {
             sync_cube();
-            T::load_columns::<F, NK>(&mut memory, k, k_at, keys, 1.0f32, Scores, shape);
+            T::load_columns::<F, NK>(&mut memory, k, k_at, keys, Scores, shape);
             sync_cube();
         }
-        T::mma_ab_t(&memory, &mut scores, Scores, shape);
+        T::mma_ab_t(&mut memory, &mut scores, query_scale, Scores, shape);
         T::differentiate(
             &mut scores,
             &mut gradients,
@@ -105,9 +106,7 @@ pub(crate) fn attention_varlen_dq<
         );
 
         T::stage(&mut memory, &gradients, shape);
-        sync_cube();
-        T::mma_ab(&memory, &mut output, Scores, shape);
-        sync_cube();
+        T::mma_ab(&mut memory, &mut output, Scores, shape);
 
         key += tile_k;
     }

@@ -1,0 +1,119 @@
+//! Tile shapes to choose from.
+
+use cubecl::ir::DeviceProperties;
+
+use super::problem::AttentionProblem;
+use crate::{
+    Unsupported,
+    device::DeviceKind,
+    engine::Engine,
+    tile::{LANES, Simt, TileShape},
+};
+
+/// Shared memory that a cube of plain tiles may use on any device, in bytes. WebGPU's guaranteed
+/// 16 KiB is less, and the device's own limit applies as well; more than this would halve the cubes
+/// that reside on one multiprocessor.
+pub(super) const SHARED_MEMORY_BUDGET: usize = 32 * 1024;
+
+/// Shared memory that a cube on matrix units may use, in bytes: what two of them share on an A100 or
+/// H100, and one has on smaller devices of those generations.
+const MATRIX_MEMORY_BUDGET: usize = 99 * 1024;
+
+/// Output registers per unit that leave room for scores and operands.
+const OUTPUT_REGISTERS: usize = 128;
+
+/// Units of a cube and the register tiles to choose from.
+struct Tiling {
+    /// Units along keys and along query rows.
+    units: (usize, usize),
+    /// Query rows and keys per unit, best first.
+    register_tiles: &'static [(usize, usize)],
+}
+
+/// GPUs: enough units to fill two planes, register tiles small enough to leave room for the output
+/// tile in registers.
+const GPU: Tiling =
+    Tiling { units: (8, 8), register_tiles: &[(4, 4), (4, 2), (2, 2), (2, 1), (1, 1)] };
+
+/// Software rasterisers: every read of shared memory is a loop over the lanes of a plane, hundreds
+/// of instructions, while registers are plain stack memory. Few units with large tiles read least.
+const SOFTWARE: Tiling =
+    Tiling { units: (2, 4), register_tiles: &[(8, 8), (4, 8), (4, 4), (2, 2), (1, 1)] };
+
+/// `CubeCL`'s CPU runtime: units that meet at barriers are threads, so there is one.
+const CPU: Tiling = Tiling { units: (1, 1), register_tiles: &[(16, 8), (8, 8), (4, 4), (1, 1)] };
+
+impl Tiling {
+    fn of(properties: &DeviceProperties) -> &'static Self {
+        match DeviceKind::of(properties) {
+            DeviceKind::Gpu => &GPU,
+            DeviceKind::Software => &SOFTWARE,
+            DeviceKind::Cpu => &CPU,
+        }
+    }
+}
+
+/// The largest register tile whose shared memory fits.
+pub(super) fn simt_shape(
+    properties: &DeviceProperties,
+    problem: &AttentionProblem,
+) -> Result<TileShape, Unsupported> {
+    let available = properties.hardware.max_shared_memory_size.min(SHARED_MEMORY_BUDGET);
+    let tiling = Tiling::of(properties);
+    let (units_x, units_y) = tiling.units;
+    let shape = |&(rows, keys): &(usize, usize)| TileShape {
+        q_rows: rows * units_y,
+        k_rows: keys * units_x,
+        head_dim: problem.head_dim(),
+        value_dim: problem.value_dim(),
+        units_x,
+        units_y,
+        matrix: None,
+    };
+    let shapes = || tiling.register_tiles.iter().map(shape);
+    shapes().find(|&candidate| Simt::shared_memory(candidate) <= available).ok_or_else(|| {
+        Unsupported::SharedMemory {
+            required: shapes().map(Simt::shared_memory).min().unwrap_or(0),
+            available,
+        }
+    })
+}
+
+/// Planes, tiles of 16 query rows per plane, and keys of the cubes on matrix units, the likeliest to
+/// be the fastest first. A second row tile uses every right operand that was read from shared
+/// memory twice, which is what long segments are limited by.
+const MATRIX_TILES: [(usize, usize, usize); 7] =
+    [(4, 2, 64), (4, 2, 32), (4, 1, 64), (4, 1, 32), (2, 1, 32), (2, 1, 16), (1, 1, 16)];
+
+/// The sensible tiles on matrix units, the likeliest first: those that fit registers and memory.
+pub(super) fn matrix_shapes(
+    properties: &DeviceProperties,
+    problem: &AttentionProblem,
+    engine: Engine,
+) -> Result<Vec<TileShape>, Unsupported> {
+    let available = properties.hardware.max_shared_memory_size.min(MATRIX_MEMORY_BUDGET);
+    let shape = |(planes, row_tiles, keys): (usize, usize, usize)| TileShape {
+        q_rows: 16 * row_tiles * planes,
+        k_rows: keys,
+        head_dim: problem.head_dim(),
+        value_dim: problem.value_dim(),
+        units_x: LANES,
+        units_y: planes,
+        matrix: Some(engine.matrix_tile(problem.dtype)),
+    };
+    let fits_registers = |&(_, row_tiles, keys): &(usize, usize, usize)| {
+        // Two row tiles of 64 scores take 64 registers beside the output.
+        let (output, scores) = (row_tiles * problem.value_dim() / 2, row_tiles * keys / 2);
+        output <= OUTPUT_REGISTERS && output + scores <= OUTPUT_REGISTERS + 32
+    };
+    let shapes = || MATRIX_TILES.into_iter().filter(fits_registers).map(shape);
+    let fitting: Vec<_> =
+        shapes().filter(|&shape| engine.shared_memory(shape) <= available).collect();
+    let Some(first) = fitting.first() else {
+        let required = shapes().map(|shape| engine.shared_memory(shape)).min().unwrap_or(0);
+        return Err(Unsupported::SharedMemory { required, available });
+    };
+    // Fewer units than that leave most of a multiprocessor idle: only where nothing else fits.
+    let units = first.units();
+    Ok(fitting.into_iter().filter(|shape| shape.units() == units).collect())
+}

@@ -1,0 +1,107 @@
+//! What multiplies tiles.
+
+use core::fmt;
+
+use cubecl::{
+    features::Plane,
+    ir::{DeviceProperties, ElemType, FloatKind},
+};
+
+use crate::{
+    Unsupported,
+    tile::{Emulated, LANES, MatrixTile, Simt, TileShape, mma_shared_memory},
+};
+
+/// What multiplies the tiles of an attention kernel. The loop is the same on all.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Engine {
+    /// Fused multiply-adds on f32 tiles, on any device.
+    Simt,
+    /// `mma.sync.m16n8k16` and `ldmatrix`: NVIDIA from compute capability 8.0 on, f16 and bf16.
+    Mma,
+    /// The kernel of [`Mma`](Self::Mma) with its instructions computed in plain code, on any device
+    /// and far slower than [`Simt`](Self::Simt): to test that kernel where there are no such
+    /// instructions. Never chosen unless asked for.
+    EmulatedMma,
+}
+
+impl fmt::Display for Engine {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.pad(match self {
+            Self::Simt => "simt",
+            Self::Mma => "mma",
+            Self::EmulatedMma => "emulated-mma",
+        })
+    }
+}
+
+/// Elements of 16 bytes of a 16-bit type.
+const CHUNK: usize = 8;
+
+/// Elements per vector in shader languages, whose vectors are no longer than 4.
+const SHADER_CHUNK: usize = 4;
+
+impl Engine {
+    /// The matrix engines that the device has for a type, the fastest first.
+    pub(crate) fn best(
+        properties: &DeviceProperties,
+        dtype: ElemType,
+    ) -> impl Iterator<Item = Self> {
+        [Self::Mma].into_iter().filter(move |engine| engine.check(properties, dtype).is_ok())
+    }
+
+    /// Whether the device has what the engine runs on.
+    pub(crate) fn check(
+        self,
+        properties: &DeviceProperties,
+        dtype: ElemType,
+    ) -> Result<(), Unsupported> {
+        let half = matches!(dtype, ElemType::Float(FloatKind::F16 | FloatKind::BF16));
+        match self {
+            Self::Simt => Ok(()),
+            _ if !half => Err(Unsupported::Engine { engine: self, missing: "16-bit q, k and v" }),
+            Self::EmulatedMma => Ok(()),
+            Self::Mma => check_mma(properties, dtype),
+        }
+    }
+
+    /// Bytes of shared memory of one cube.
+    pub(crate) fn shared_memory(self, shape: TileShape) -> usize {
+        match self {
+            Self::Simt => Simt::shared_memory(shape),
+            Self::Mma => mma_shared_memory(shape),
+            Self::EmulatedMma => {
+                mma_shared_memory(shape) + Emulated::shared_memory(shape.units() / LANES)
+            }
+        }
+    }
+
+    /// What its matrix units work on.
+    pub(crate) fn matrix_tile(self, operand: ElemType) -> MatrixTile {
+        let emulated = self == Self::EmulatedMma;
+        let chunk = if emulated { SHADER_CHUNK } else { CHUNK };
+        // Software devices hold arrays in memory anyway, and compile every barrier slowly.
+        MatrixTile { operand, chunk, unroll: !emulated }
+    }
+}
+
+fn check_mma(properties: &DeviceProperties, dtype: ElemType) -> Result<(), Unsupported> {
+    let lacks = |missing| Err(Unsupported::Engine { engine: Engine::Mma, missing });
+    let features = &properties.features;
+    let single = ElemType::Float(FloatKind::F32);
+    let has_instruction = features.matmul.mma.iter().any(|config| {
+        (config.a_type, config.b_type, config.cd_type) == (dtype, dtype, single)
+            && (config.m, config.n, config.k) == (16, 8, 16)
+    });
+    let lanes = LANES as u32;
+    let hardware = &properties.hardware;
+    match () {
+        () if !has_instruction => lacks("matrix instructions m16n8k16 into f32"),
+        () if !features.matmul.ldmatrix.contains(&dtype) => lacks("ldmatrix"),
+        () if (hardware.plane_size_min, hardware.plane_size_max) != (lanes, lanes) => {
+            lacks("planes of 32 units")
+        }
+        () if !features.plane.contains(Plane::Ops) => lacks("plane operations"),
+        () => Ok(()),
+    }
+}

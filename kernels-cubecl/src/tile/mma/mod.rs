@@ -1,0 +1,487 @@
+//! Tiles on matrix units, the way of `FlashAttention-2`: a plane owns 16 or 32 query rows, scores stay
+//! in the registers that `mma.m16n8k16` left them in and become the left operand of the second
+//! product there, and the output is accumulated in registers.
+//!
+//! Keys and values have rooms of their own. While one product runs, the other's operand is on its
+//! way into registers, and two barriers a step suffice.
+
+use cubecl::{ir::ElemType, prelude::*};
+
+mod emulated;
+mod product;
+mod room;
+mod row;
+mod unit;
+
+pub use emulated::Emulated;
+pub use unit::{MatrixUnit, TensorCore};
+
+pub(crate) use unit::LANES;
+
+use core::marker::PhantomData;
+
+use super::{Band, MASKED, MASKED_THRESHOLD, TileAlgebra, TileShape, simt::tanh};
+use product::{fragments, steps};
+use room::{Chunk, Pair};
+use unit::{M, lane, plane};
+
+/// What the units of a matrix instruction work on, and how it reaches them.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct MatrixTile {
+    /// Element type of the operands: 16 bits.
+    pub operand: ElemType,
+    /// Elements per read and write of shared memory: 8, or 4 where vectors are shorter.
+    pub chunk: usize,
+    /// Whether loops over fragments are unrolled, without which they are not held in registers.
+    pub unroll: bool,
+}
+
+/// Tiles on matrix units. See the module documentation.
+pub struct Mma<U: MatrixUnit> {
+    _unit: PhantomData<U>,
+}
+
+/// Memory of a plane's tiles: rooms shared by the cube, and registers.
+#[derive(CubeType)]
+pub struct MmaWorkspace<U: MatrixUnit> {
+    query: Shared<[Chunk]>,
+    key: Shared<[Chunk]>,
+    value: Shared<[Chunk]>,
+    fetched: Array<Chunk>,
+    held: Array<Pair>,
+    weights: Array<Pair>,
+    exchange: U::Exchange,
+}
+
+/// Registers that left operands of the query may take, per unit.
+const HELD_REGISTERS: usize = 32;
+
+/// Sizes that follow from a [`TileShape`].
+#[derive(Clone, Copy)]
+struct Sizes {
+    matrix: MatrixTile,
+    units: usize,
+    /// Tiles of 16 rows per plane.
+    row_tiles: usize,
+    /// Score fragments per row tile.
+    scores: usize,
+    /// Output fragments per row tile.
+    outputs: usize,
+    /// Pairs of the query's left operands, which stay in registers if they are few.
+    query_pairs: usize,
+    /// Chunks under way at once.
+    fetched: usize,
+}
+
+impl Sizes {
+    fn of(shape: TileShape) -> Self {
+        let matrix = shape.matrix.expect("a matrix tile has operands");
+        let units = shape.units();
+        let row_tiles = shape.q_rows / (M * shape.units_y);
+        let chunks = |rows, width| room::chunks(rows, width, units, matrix);
+        Self {
+            matrix,
+            units,
+            row_tiles,
+            scores: fragments(shape.k_rows),
+            outputs: fragments(shape.value_dim),
+            query_pairs: 4 * row_tiles * steps(shape.head_dim),
+            fetched: chunks(shape.q_rows, shape.head_dim)
+                .max(chunks(shape.k_rows, shape.head_dim))
+                .max(chunks(shape.k_rows, shape.value_dim)),
+        }
+    }
+
+    fn holds_query(&self) -> bool {
+        self.query_pairs <= HELD_REGISTERS
+    }
+
+    /// Rows that a unit has a part of: two in every row tile.
+    fn rows(&self) -> usize {
+        2 * self.row_tiles
+    }
+}
+
+/// Bytes of shared memory that the rooms take for this shape.
+pub(crate) fn shared_memory(shape: TileShape) -> usize {
+    let sizes = Sizes::of(shape);
+    let room = |rows: usize, width: usize| rows * room::pitch(width, sizes.matrix);
+    let chunks = room(shape.q_rows, shape.head_dim)
+        + room(shape.k_rows, shape.head_dim)
+        + room(shape.k_rows, shape.value_dim);
+    chunks * sizes.matrix.chunk * sizes.matrix.operand.size()
+}
+
+/// First row of this plane.
+#[cube]
+fn first_row(#[comptime] row_tiles: usize) -> usize {
+    plane() * comptime!(row_tiles * M)
+}
+
+/// Row `i` that this unit has a part of, counted from the plane's first.
+#[cube]
+fn own_row(i: usize) -> usize {
+    lane() / 4 + i / 2 * M + i % 2 * 8
+}
+
+#[cube]
+impl<U: MatrixUnit> TileAlgebra for Mma<U> {
+    type Workspace = MmaWorkspace<U>;
+    type Scores = Array<f32>;
+    type Output = Array<f32>;
+    type Rows = Array<f32>;
+
+    fn workspace(#[comptime] shape: TileShape) -> MmaWorkspace<U> {
+        let sizes = comptime!(Sizes::of(shape));
+        let matrix = comptime!(sizes.matrix);
+        room::register(matrix);
+        MmaWorkspace::<U> {
+            query: room::room(shape.q_rows, shape.head_dim, matrix),
+            key: room::room(shape.k_rows, shape.head_dim, matrix),
+            value: room::room(shape.k_rows, shape.value_dim, matrix),
+            fetched: Array::<Chunk>::new(sizes.fetched),
+            held: Array::<Pair>::new(comptime!(if sizes.holds_query() {
+                sizes.query_pairs
+            } else {
+                1
+            })),
+            weights: Array::<Pair>::new(comptime!(4 * sizes.row_tiles * steps(shape.k_rows))),
+            exchange: U::exchange(shape.units_y),
+        }
+    }
+
+    fn scores(#[comptime] shape: TileShape) -> Array<f32> {
+        let sizes = comptime!(Sizes::of(shape));
+        Array::<f32>::new(comptime!(4 * sizes.row_tiles * sizes.scores))
+    }
+
+    fn output(#[comptime] shape: TileShape) -> Array<f32> {
+        let sizes = comptime!(Sizes::of(shape));
+        let length = comptime!(4 * sizes.row_tiles * sizes.outputs);
+        let mut output = Array::<f32>::new(length);
+        product::zero(&mut output, length);
+        output
+    }
+
+    fn rows(value: f32, #[comptime] shape: TileShape) -> Array<f32> {
+        let length = comptime!(Sizes::of(shape).rows());
+        let mut rows = Array::<f32>::new(length);
+        #[unroll]
+        for r in 0..length {
+            rows[r] = value;
+        }
+        rows
+    }
+
+    fn load_query<F: Float, N: Size>(
+        workspace: &mut MmaWorkspace<U>,
+        source: &Tensor<Vector<F, N>>,
+        origin: usize,
+        valid: u32,
+        #[comptime] shape: TileShape,
+    ) {
+        let sizes = comptime!(Sizes::of(shape));
+        let (units, matrix) = comptime!((sizes.units, sizes.matrix));
+        let fetched = &mut workspace.fetched;
+        let (rows, width) = comptime!((shape.q_rows, shape.head_dim));
+        room::fetch::<F, N>(source, origin, valid, fetched, rows, width, units, matrix);
+        room::stage(&workspace.fetched, &mut workspace.query, rows, width, units, matrix);
+        sync_cube();
+        if comptime!(sizes.holds_query()) {
+            #[unroll(matrix.unroll)]
+            for step in 0..comptime!(steps(width)) {
+                #[unroll(matrix.unroll)]
+                for r in 0..sizes.row_tiles {
+                    let row = first_row(sizes.row_tiles) + r * M;
+                    let operand = room::left::<U>(
+                        &mut workspace.exchange,
+                        &workspace.query,
+                        row,
+                        step,
+                        width,
+                        matrix,
+                    );
+                    #[unroll]
+                    for i in 0..4usize {
+                        workspace.held[4 * (step * sizes.row_tiles + r) + i] =
+                            operand[i];
+                    }
+                }
+            }
+        }
+    }
+
+    fn fetch_key<F: Float, N: Size>(
+        workspace: &mut MmaWorkspace<U>,
+        source: &Tensor<Vector<F, N>>,
+        origin: usize,
+        valid: u32,
+        #[comptime] shape: TileShape,
+    ) {
+        let sizes = comptime!(Sizes::of(shape));
+        room::fetch::<F, N>(
+            source,
+            origin,
+            valid,
+            &mut workspace.fetched,
+            shape.k_rows,
+            shape.head_dim,
+            sizes.units,
+            sizes.matrix,
+        );
+    }
+
+    fn stage_key<F: Float, N: Size>(
+        workspace: &mut MmaWorkspace<U>,
+        _source: &Tensor<Vector<F, N>>,
+        _origin: usize,
+        _valid: u32,
+        #[comptime] shape: TileShape,
+    ) {
+        let sizes = comptime!(Sizes::of(shape));
+        room::stage(
+            &workspace.fetched,
+            &mut workspace.key,
+            shape.k_rows,
+            shape.head_dim,
+            sizes.units,
+            sizes.matrix,
+        );
+    }
+
+    fn fetch_value<F: Float, N: Size>(
+        workspace: &mut MmaWorkspace<U>,
+        source: &Tensor<Vector<F, N>>,
+        origin: usize,
+        valid: u32,
+        #[comptime] shape: TileShape,
+    ) {
+        let sizes = comptime!(Sizes::of(shape));
+        room::fetch::<F, N>(
+            source,
+            origin,
+            valid,
+            &mut workspace.fetched,
+            shape.k_rows,
+            shape.value_dim,
+            sizes.units,
+            sizes.matrix,
+        );
+    }
+
+    fn stage_value<F: Float, N: Size>(
+        workspace: &mut MmaWorkspace<U>,
+        _source: &Tensor<Vector<F, N>>,
+        _origin: usize,
+        _valid: u32,
+        #[comptime] shape: TileShape,
+    ) {
+        let sizes = comptime!(Sizes::of(shape));
+        room::stage(
+            &workspace.fetched,
+            &mut workspace.value,
+            shape.k_rows,
+            shape.value_dim,
+            sizes.units,
+            sizes.matrix,
+        );
+    }
+
+    fn mma_ab_t(
+        workspace: &mut MmaWorkspace<U>,
+        scores: &mut Array<f32>,
+        scale: f32,
+        #[comptime] shape: TileShape,
+    ) {
+        let sizes = comptime!(Sizes::of(shape));
+        let (tiles, matrix) = comptime!((sizes.row_tiles, sizes.matrix));
+        let (keys, width) = comptime!((shape.k_rows, shape.head_dim));
+        let length = comptime!(4 * tiles * sizes.scores);
+        product::zero(scores, length);
+        let exchange = &mut workspace.exchange;
+        if comptime!(sizes.holds_query()) {
+            #[unroll(matrix.unroll)]
+            for step in 0..comptime!(steps(width)) {
+                product::step_ab_t::<U>(
+                    exchange,
+                    &workspace.held,
+                    4 * step * tiles,
+                    &workspace.key,
+                    scores,
+                    step,
+                    tiles,
+                    keys,
+                    width,
+                    matrix,
+                );
+            }
+        } else {
+            product::mma_ab_t::<U>(
+                exchange,
+                &workspace.query,
+                first_row(tiles),
+                &workspace.key,
+                scores,
+                tiles,
+                keys,
+                width,
+                matrix,
+            );
+        }
+        #[unroll]
+        for i in 0..length {
+            scores[i] *= scale;
+        }
+    }
+
+    fn mma_ab(
+        workspace: &mut MmaWorkspace<U>,
+        output: &mut Array<f32>,
+        #[comptime] shape: TileShape,
+    ) {
+        let sizes = comptime!(Sizes::of(shape));
+        product::mma_ab::<U>(
+            &mut workspace.exchange,
+            &workspace.weights,
+            &workspace.value,
+            output,
+            sizes.row_tiles,
+            shape.k_rows,
+            shape.value_dim,
+            sizes.matrix,
+        );
+    }
+
+    fn stage_weights(
+        workspace: &mut MmaWorkspace<U>,
+        weights: &Array<f32>,
+        #[comptime] shape: TileShape,
+    ) {
+        let tiles = comptime!(Sizes::of(shape).row_tiles);
+        product::operands(weights, &mut workspace.weights, tiles, shape.k_rows);
+    }
+
+    fn softcap(scores: &mut Array<f32>, cap: f32, #[comptime] shape: TileShape) {
+        let sizes = comptime!(Sizes::of(shape));
+        #[unroll]
+        for i in 0..comptime!(4 * sizes.row_tiles * sizes.scores) {
+            scores[i] = cap * tanh(scores[i]);
+        }
+    }
+
+    fn mask(scores: &mut Array<f32>, band: &Band, first_key: i32, #[comptime] shape: TileShape) {
+        let sizes = comptime!(Sizes::of(shape));
+        let first = first_row(sizes.row_tiles);
+        let key = first_key + (2 * (lane() % 4)) as i32;
+        #[unroll]
+        for r in 0..comptime!(sizes.rows()) {
+            let row = (first + own_row(r)) as i32;
+            #[unroll]
+            for c in 0..comptime!(2 * sizes.scores) {
+                let i = row::element(r, c, sizes.scores);
+                let visible = band.sees(row, key + comptime!((c / 2 * 8 + c % 2) as i32));
+                scores[i] = select(visible, scores[i], f32::new(MASKED));
+            }
+        }
+    }
+
+    fn row_max(
+        workspace: &mut MmaWorkspace<U>,
+        scores: &Array<f32>,
+        maximum: &mut Array<f32>,
+        correction: &mut Array<f32>,
+        #[comptime] shape: TileShape,
+    ) {
+        let sizes = comptime!(Sizes::of(shape));
+        #[unroll(sizes.matrix.unroll)]
+        for r in 0..comptime!(sizes.rows()) {
+            let mut raised = maximum[r];
+            #[unroll]
+            for c in 0..comptime!(2 * sizes.scores) {
+                raised = max(raised, scores[row::element(r, c, sizes.scores)]);
+            }
+            // The four lanes of a group hold one row.
+            raised = max(raised, U::shuffle_xor(&mut workspace.exchange, raised, 1u32));
+            raised = max(raised, U::shuffle_xor(&mut workspace.exchange, raised, 2u32));
+            correction[r] = f32::exp(maximum[r] - raised);
+            maximum[r] = raised;
+        }
+    }
+
+    fn exp(scores: &mut Array<f32>, maximum: &Array<f32>, #[comptime] shape: TileShape) {
+        let sizes = comptime!(Sizes::of(shape));
+        #[unroll]
+        for r in 0..comptime!(sizes.rows()) {
+            // A row that has seen no key yet is compared with 0: its masked scores vanish too.
+            let unseen = maximum[r] < f32::new(MASKED_THRESHOLD);
+            let reference = select(unseen, f32::new(0.0f32), maximum[r]);
+            #[unroll]
+            for c in 0..comptime!(2 * sizes.scores) {
+                let i = row::element(r, c, sizes.scores);
+                scores[i] = f32::exp(scores[i] - reference);
+            }
+        }
+    }
+
+    fn row_sum(
+        scores: &Array<f32>,
+        sum: &mut Array<f32>,
+        correction: &Array<f32>,
+        #[comptime] shape: TileShape,
+    ) {
+        let sizes = comptime!(Sizes::of(shape));
+        #[unroll]
+        for r in 0..comptime!(sizes.rows()) {
+            let mut own = sum[r] * correction[r];
+            #[unroll]
+            for c in 0..comptime!(2 * sizes.scores) {
+                own += scores[row::element(r, c, sizes.scores)];
+            }
+            sum[r] = own;
+        }
+    }
+
+    fn rescale(output: &mut Array<f32>, correction: &Array<f32>, #[comptime] shape: TileShape) {
+        let sizes = comptime!(Sizes::of(shape));
+        #[unroll]
+        for r in 0..comptime!(sizes.rows()) {
+            #[unroll]
+            for c in 0..comptime!(2 * sizes.outputs) {
+                output[row::element(r, c, sizes.outputs)] *= correction[r];
+            }
+        }
+    }
+
+    fn store<F: Float>(
+        workspace: &mut MmaWorkspace<U>,
+        output: &Array<f32>,
+        maximum: &Array<f32>,
+        sum: &Array<f32>,
+        out: &mut [Vector<F, Const<4>>],
+        lse: &mut [f32],
+        target_row: usize,
+        row_stride: usize,
+        valid: u32,
+        minus_infinity: f32,
+        #[comptime] shape: TileShape,
+    ) {
+        let sizes = comptime!(Sizes::of(shape));
+        let exchange = &mut workspace.exchange;
+        #[unroll(sizes.matrix.unroll)]
+        for r in 0..comptime!(sizes.rows()) {
+            let mut total = sum[r];
+            total += U::shuffle_xor(exchange, total, 1u32);
+            total += U::shuffle_xor(exchange, total, 2u32);
+            let empty = total == 0.0f32;
+            let inverse = select(empty, f32::new(0.0f32), 1.0f32 / total);
+            let row = first_row(sizes.row_tiles) + own_row(r);
+            let inside = (row as u32) < valid;
+            let target = target_row + row * row_stride;
+            if inside && lane() % 4 == 0 {
+                lse[target] = select(empty, minus_infinity, maximum[r] + f32::ln(total));
+            }
+            let at = target * comptime!(shape.value_dim / 4);
+            row::store::<U, F>(exchange, output, r, inverse, out, at, inside, shape.value_dim, sizes.matrix);
+        }
+    }
+}
