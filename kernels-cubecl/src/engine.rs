@@ -9,7 +9,10 @@ use cubecl::{
 
 use crate::{
     Unsupported,
-    tile::{Emulated, LANES, MatrixTile, Simt, TileShape, mma_shared_memory},
+    tile::{
+        Emulated, GradientShape, LANES, MatrixTile, Simt, TileShape, mma_gradient_memory,
+        mma_shared_memory,
+    },
 };
 
 /// What multiplies the tiles of an attention kernel. The loop is the same on all.
@@ -72,6 +75,17 @@ impl Engine {
             Self::Mma => mma_shared_memory(shape),
             Self::EmulatedMma => {
                 mma_shared_memory(shape) + Emulated::shared_memory(shape.units() / LANES)
+            }
+        }
+    }
+
+    /// As [`shared_memory`](Self::shared_memory), for a gradient loop.
+    pub(crate) fn gradient_memory(self, shape: GradientShape) -> usize {
+        match self {
+            Self::Simt => Simt::gradient_memory(shape),
+            Self::Mma => mma_gradient_memory(shape),
+            Self::EmulatedMma => {
+                mma_gradient_memory(shape) + Emulated::shared_memory(shape.grid.units() / LANES)
             }
         }
     }

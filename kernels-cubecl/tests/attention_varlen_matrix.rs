@@ -4,6 +4,8 @@
 
 #[path = "common/attention.rs"]
 mod attention;
+#[path = "common/attention_grad.rs"]
+mod attention_grad;
 mod common;
 
 use attention::{Case, pairs, permuted, segments};
@@ -47,4 +49,26 @@ fn strides() {
     let packed =
         |shape: [usize; 3]| TensorLayout { shape, strides: [3 * shape[1] * shape[2], shape[2], 1] };
     case.check_layouts(&client, 4, case.shapes().map(packed));
+}
+
+#[rstest]
+fn gradients(#[values(64, 72)] head_dim: usize) {
+    let Some(client) = client() else { return };
+    let mut case = Case::new(head_dim, &segments("random", 50, 5));
+    case.dtype = F16;
+    case.engine = Some(Engine::EmulatedMma);
+    attention_grad::check(&client, &case, false, 5);
+}
+
+#[test]
+fn gradients_with_all_options() {
+    let Some(client) = client() else { return };
+    let mut case = pairs();
+    case.dtype = F16;
+    case.engine = Some(Engine::EmulatedMma);
+    case.window = (Some(20), Some(30));
+    case.softcap = Some(30.0);
+    (case.heads, case.heads_kv) = (4, 2);
+    case.value_dim = 40;
+    attention_grad::check(&client, &case, true, 6);
 }

@@ -9,7 +9,7 @@ use crate::{
 };
 
 /// Which sides of the band are bounded, and whether scores are capped.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 pub(crate) struct ScoreOptions {
     pub bounded_left: bool,
     pub bounded_right: bool,

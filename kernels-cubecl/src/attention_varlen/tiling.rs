@@ -2,7 +2,7 @@
 
 use cubecl::ir::DeviceProperties;
 
-use super::problem::AttentionProblem;
+use super::{kernel::ScoreOptions, problem::AttentionProblem};
 use crate::{
     Unsupported,
     device::DeviceKind,
@@ -17,10 +17,13 @@ pub(super) const SHARED_MEMORY_BUDGET: usize = 32 * 1024;
 
 /// Shared memory that a cube on matrix units may use, in bytes: what two of them share on an A100 or
 /// H100, and one has on smaller devices of those generations.
-const MATRIX_MEMORY_BUDGET: usize = 99 * 1024;
+pub(super) const MATRIX_MEMORY_BUDGET: usize = 99 * 1024;
 
-/// Output registers per unit that leave room for scores and operands.
-const OUTPUT_REGISTERS: usize = 128;
+/// Registers per unit for output and scores that leave room for operands, as the audit found.
+const REGISTERS: usize = 152;
+
+/// The same where scores are masked or capped, each of which takes more.
+const MASKED_REGISTERS: usize = 180;
 
 /// Units of a cube and the register tiles to choose from.
 struct Tiling {
@@ -101,10 +104,10 @@ pub(super) fn matrix_shapes(
         units_y: planes,
         matrix: Some(engine.matrix_tile(problem.dtype)),
     };
+    let masks = ScoreOptions::of(problem) != ScoreOptions::default();
     let fits_registers = |&(_, row_tiles, keys): &(usize, usize, usize)| {
-        // Two row tiles of 64 scores take 64 registers beside the output.
         let (output, scores) = (row_tiles * problem.value_dim() / 2, row_tiles * keys / 2);
-        output <= OUTPUT_REGISTERS && output + scores <= OUTPUT_REGISTERS + 32
+        output + scores <= REGISTERS && (!masks || output + 3 * scores <= MASKED_REGISTERS)
     };
     let shapes = || MATRIX_TILES.into_iter().filter(fits_registers).map(shape);
     let fitting: Vec<_> =

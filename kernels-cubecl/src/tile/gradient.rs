@@ -2,7 +2,7 @@
 
 use cubecl::prelude::*;
 
-use super::{Band, UnitGrid};
+use super::{Band, MatrixTile, UnitGrid};
 
 /// Statistics of one query: lse and delta.
 pub type F2 = Vector<f32, Const<2>>;
@@ -40,6 +40,8 @@ pub struct GradientShape {
     /// Whether the columns of both products share one room, so that they have to be loaded in turn,
     /// one of them twice.
     pub one_room: bool,
+    /// What matrix units work on; `None` for plain tiles, which are f32.
+    pub matrix: Option<MatrixTile>,
 }
 
 impl GradientShape {
@@ -148,6 +150,7 @@ pub trait GradientAlgebra: Send + Sync + 'static {
     /// Writes `output * scale`. Row `r < valid` starts at element `origin + r * stride`, both
     /// multiples of 4.
     fn store<F: Float>(
+        workspace: &mut Self::Workspace,
         output: &Self::Output,
         target: &mut [Vector<F, Const<4>>],
         origin: usize,

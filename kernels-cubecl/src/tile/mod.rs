@@ -16,7 +16,7 @@ pub use band::Band;
 pub(crate) use global::{dot, read_vector};
 pub use gradient::{Axis, F2, GradientAlgebra, GradientShape, Product};
 pub use mma::{Emulated, MatrixTile, Mma, TensorCore};
-pub(crate) use mma::{LANES, shared_memory as mma_shared_memory};
+pub(crate) use mma::{LANES, gradient_memory as mma_gradient_memory, shared_memory as mma_shared_memory};
 pub use simt::Simt;
 
 use cubecl::prelude::*;

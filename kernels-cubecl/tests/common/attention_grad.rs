@@ -4,7 +4,7 @@
 use cubecl::{client::Client, prelude::TensorBinding};
 use kernels_cubecl::{
     AttentionGradProblem, AttentionGradTensors, GradPlacements, Placement, TensorLayout, WorkList,
-    attention_varlen::backward::{launch, supports},
+    attention_varlen::backward::{launch, supports, supports_engine},
 };
 
 use super::{
@@ -126,7 +126,12 @@ pub fn run(
     problem: &AttentionGradProblem,
     inputs: &Inputs,
 ) -> Vec<u8> {
-    let blueprint = supports(&case.tiles.properties(client), problem).unwrap();
+    let properties = case.tiles.properties(client);
+    let blueprint = match case.engine {
+        None => supports(&properties, problem),
+        Some(engine) => supports_engine(&properties, problem, engine),
+    }
+    .unwrap();
     let offsets = (cumulative(&case.lengths_q), cumulative(&case.lengths_k));
     let list = |a: &[usize], b: &[usize], tile| WorkList::new(a, b, tile).unwrap().upload(client);
     let work_q = list(&offsets.0, &offsets.1, blueprint.tile_q());

@@ -6,82 +6,22 @@ use cubecl::ir::{AddressType, DeviceProperties, ElemType};
 
 use super::{
     super::{
-        AttentionProblem,
         blueprint::check_problem,
         kernel::ScoreOptions,
-        tiling::SHARED_MEMORY_BUDGET,
     },
     problem::AttentionGradProblem,
+    tiling::{matrix_shapes, simt_shape, statistics},
 };
 use crate::{
     Unsupported,
-    device::{DeviceKind, MAX_32BIT_ELEMENTS, address_type, check_bindings, check_units},
+    device::{MAX_32BIT_ELEMENTS, address_type, check_bindings, check_units},
+    engine::Engine,
     layout::VECTOR,
-    tile::{GradientShape, Simt, UnitGrid},
+    tile::GradientShape,
 };
 
 /// q, k, v, d_out, statistics, work list, gradients.
 const BINDINGS: u32 = 7;
-
-/// Rows and columns per unit, and whether the columns of both products share one room.
-type RegisterTile = (usize, usize, bool);
-
-/// Units of a cube and the register tiles to choose from.
-struct Tiling {
-    /// Units along columns and along rows.
-    units: (usize, usize),
-    /// Best first. One room allows more columns, but loads one operand twice and waits more often.
-    register_tiles: &'static [RegisterTile],
-    /// Units that share the row sums of one query, and queries per cube.
-    statistics: (usize, usize),
-}
-
-/// As in the forward pass, with less room: two tiles of rows and two of columns have to fit, and the
-/// gradients of keys and values are accumulated side by side in registers.
-const GPU: Tiling = Tiling {
-    units: (8, 8),
-    register_tiles: &[
-        (4, 4, false),
-        (4, 2, false),
-        (3, 2, false),
-        (2, 2, false),
-        (2, 2, true),
-        (2, 1, false),
-        (2, 1, true),
-        (1, 1, false),
-        (1, 1, true),
-    ],
-    statistics: (8, 16),
-};
-
-const SOFTWARE: Tiling = Tiling {
-    units: (2, 4),
-    register_tiles: &[
-        (8, 8, false),
-        (4, 8, false),
-        (4, 4, false),
-        (2, 4, false),
-        (2, 4, true),
-        (1, 1, false),
-    ],
-    statistics: (1, 8),
-};
-
-const CPU: Tiling = Tiling {
-    units: (1, 1),
-    register_tiles: &[(8, 4, false), (4, 4, false), (1, 1, false)],
-    statistics: (1, 8),
-};
-
-impl Tiling {
-    fn of(properties: &DeviceProperties) -> &'static Self {
-        match DeviceKind::of(properties) {
-            DeviceKind::Gpu => &GPU,
-            DeviceKind::Software => &SOFTWARE,
-            DeviceKind::Cpu => &CPU,
-        }
-    }
-}
 
 /// The launches of one backward pass, in order.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -115,6 +55,7 @@ impl fmt::Display for GradPass {
 /// strides, scale, window sizes and placements.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct AttentionGradBlueprint {
+    pub(super) engine: Engine,
     pub(super) shape: GradientShape,
     /// Units per query and queries per cube of the first pass.
     pub(super) statistics: (usize, usize),
@@ -127,6 +68,11 @@ pub struct AttentionGradBlueprint {
 }
 
 impl AttentionGradBlueprint {
+    /// What multiplies the tiles.
+    pub fn engine(&self) -> Engine {
+        self.engine
+    }
+
     /// Query rows per tile: what the [`WorkList`](crate::WorkList) over queries has to be cut for.
     pub fn tile_q(&self) -> usize {
         self.shape.grid.tile_rows()
@@ -150,8 +96,13 @@ impl AttentionGradBlueprint {
         match pass {
             GradPass::Statistics if self.statistics.0 == 1 => 0,
             GradPass::Statistics => self.units(pass) * size_of::<f32>(),
-            GradPass::Queries | GradPass::KeysValues => Simt::gradient_memory(self.shape),
+            GradPass::Queries | GradPass::KeysValues => self.engine.gradient_memory(self.shape),
         }
+    }
+
+    /// Elements of the widest vector that tensors are read by.
+    fn widest_vector(&self) -> usize {
+        self.shape.matrix.map_or(VECTOR, |matrix| matrix.chunk)
     }
 
     /// Whether this blueprint was made for such a problem.
@@ -161,7 +112,7 @@ impl AttentionGradBlueprint {
         let own = [self.shape.head_dim, self.shape.value_dim];
         own == asked
             && self.dtype == forward.dtype
-            && self.vectors == vectors(problem)
+            && self.vectors == vectors(problem, self.widest_vector())
             && self.options == ScoreOptions::of(forward)
             && self.d_lse == problem.d_lse.is_some()
             && (self.address_type == AddressType::U64
@@ -171,11 +122,12 @@ impl AttentionGradBlueprint {
 
 impl fmt::Display for AttentionGradBlueprint {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let GradientShape { grid, head_dim, value_dim, one_room } = self.shape;
+        let GradientShape { grid, head_dim, value_dim, one_room, .. } = self.shape;
         let (lanes, rows) = self.statistics;
         write!(
             f,
-            "attention_varlen backward simt {} head_dim {head_dim}/{value_dim} tile {}x{} units {}x{} rooms {} statistics {rows}x{lanes} vectors {:?} shared {} B {:?}",
+            "attention_varlen backward {} {} head_dim {head_dim}/{value_dim} tile {}x{} units {}x{} rooms {} statistics {rows}x{lanes} vectors {:?} shared {} B {:?}",
+            self.engine,
             self.dtype,
             grid.tile_rows(),
             grid.tile_columns(),
@@ -191,8 +143,8 @@ impl fmt::Display for AttentionGradBlueprint {
     }
 }
 
-/// The blueprint for a problem on a device, or the property that is missing. Cheap; compiles and
-/// allocates nothing.
+/// The blueprint for a problem on a device, or the property that is missing: the first of the
+/// [`candidates`]. Cheap; compiles and allocates nothing.
 ///
 /// # Errors
 ///
@@ -205,51 +157,89 @@ pub fn supports(
     properties: &DeviceProperties,
     problem: &AttentionGradProblem,
 ) -> Result<AttentionGradBlueprint, Unsupported> {
+    candidates(properties, problem).map(|blueprints| blueprints[0])
+}
+
+/// All blueprints that may be the fastest for a problem on a device, the likeliest first and at least
+/// one: those of its matrix units, or of the plain engine where there are none that serve the
+/// problem.
+///
+/// # Errors
+///
+/// As [`supports`].
+///
+/// # Panics
+///
+/// As [`supports`].
+pub fn candidates(
+    properties: &DeviceProperties,
+    problem: &AttentionGradProblem,
+) -> Result<Vec<AttentionGradBlueprint>, Unsupported> {
+    let of = |engine| engine_blueprints(properties, problem, engine);
+    let engines = Engine::best(properties, problem.forward.dtype);
+    let fast: Vec<_> = engines.filter_map(|engine| of(engine).ok()).flatten().collect();
+    if fast.is_empty() { of(Engine::Simt) } else { Ok(fast) }
+}
+
+/// As [`supports`], on this engine alone.
+///
+/// # Errors
+///
+/// As [`supports`], and if the engine does not serve the problem or the device.
+///
+/// # Panics
+///
+/// As [`supports`].
+pub fn supports_engine(
+    properties: &DeviceProperties,
+    problem: &AttentionGradProblem,
+    engine: Engine,
+) -> Result<AttentionGradBlueprint, Unsupported> {
+    engine_blueprints(properties, problem, engine).map(|blueprints| blueprints[0])
+}
+
+/// The blueprints on one engine, the likeliest first, at least one.
+fn engine_blueprints(
+    properties: &DeviceProperties,
+    problem: &AttentionGradProblem,
+    engine: Engine,
+) -> Result<Vec<AttentionGradBlueprint>, Unsupported> {
     problem.check();
     let forward = &problem.forward;
     check_problem(properties, forward)?;
     check_bindings(properties, BINDINGS)?;
-    let shape = gradient_shape(properties, forward)?;
+    engine.check(properties, forward.dtype)?;
+    let shapes = match engine {
+        Engine::Simt => vec![simt_shape(properties, forward)?],
+        _ => matrix_shapes(properties, forward, engine)?,
+    };
     let tensors: Vec<_> = problem.tensors().collect();
-    let blueprint = AttentionGradBlueprint {
-        shape,
-        statistics: Tiling::of(properties).statistics,
-        dtype: forward.dtype,
-        vectors: vectors(problem),
-        options: ScoreOptions::of(forward),
-        d_lse: problem.d_lse.is_some(),
-        address_type: address_type(properties, &tensors)?,
+    let address_type = address_type(properties, &tensors)?;
+    let blueprint = |shape: GradientShape| {
+        let mut blueprint = AttentionGradBlueprint {
+            engine,
+            shape,
+            statistics: statistics(properties),
+            dtype: forward.dtype,
+            vectors: [1; 5],
+            options: ScoreOptions::of(forward),
+            d_lse: problem.d_lse.is_some(),
+            address_type,
+        };
+        blueprint.vectors = vectors(problem, blueprint.widest_vector());
+        blueprint
     };
+    let blueprints: Vec<_> = shapes.into_iter().map(blueprint).collect();
     for pass in GradPass::ALL {
-        check_units(properties, blueprint.units(pass) as u32)?;
+        check_units(properties, blueprints[0].units(pass) as u32)?;
     }
-    Ok(blueprint)
+    Ok(blueprints)
 }
 
-fn vectors(problem: &AttentionGradProblem) -> [usize; 5] {
+/// Elements per read. The sums over output rows, which come first, read at most [`VECTOR`].
+fn vectors(problem: &AttentionGradProblem, widest: usize) -> [usize; 5] {
     let AttentionGradProblem { forward, out, d_out, .. } = problem;
-    [forward.q, forward.k, forward.v, *out, *d_out].map(|tensor| tensor.vector_size(VECTOR))
-}
-
-/// The first register tile whose shared memory fits.
-fn gradient_shape(
-    properties: &DeviceProperties,
-    problem: &AttentionProblem,
-) -> Result<GradientShape, Unsupported> {
-    let available = properties.hardware.max_shared_memory_size.min(SHARED_MEMORY_BUDGET);
-    let tiling = Tiling::of(properties);
-    let (x, y) = tiling.units;
-    let shape = |&(rows, columns, one_room): &RegisterTile| GradientShape {
-        grid: UnitGrid { x, y, rows, columns },
-        head_dim: problem.head_dim(),
-        value_dim: problem.value_dim(),
-        one_room,
-    };
-    let shapes = || tiling.register_tiles.iter().map(shape);
-    shapes().find(|&candidate| Simt::gradient_memory(candidate) <= available).ok_or_else(|| {
-        Unsupported::SharedMemory {
-            required: shapes().map(Simt::gradient_memory).min().unwrap_or(0),
-            available,
-        }
-    })
+    let [q, k, v, d_out] = [forward.q, forward.k, forward.v, *d_out]
+        .map(|tensor| tensor.vector_size_up_to(widest, widest));
+    [q, k, v, out.vector_size(VECTOR), d_out]
 }

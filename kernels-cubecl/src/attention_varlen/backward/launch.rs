@@ -16,7 +16,8 @@ use crate::{
     DeviceWorkList, LaunchError,
     device::{buffer_arg, tensor_arg},
     layout::{VECTOR, check_binding, check_buffer},
-    tile::Simt,
+    engine::Engine,
+    tile::{Emulated, GradientAlgebra, Mma, Simt, TensorCore},
     work_list::{TILE_WORDS, fold_grid},
 };
 
@@ -90,10 +91,20 @@ pub fn launch(
     let grid_k = grid(work_k.tiles, forward.heads_kv())?;
     if !work_q.is_empty() {
         launch_statistics(client, grid_statistics, blueprint, tensors.clone());
-        launch_queries(client, grid_q, problem, blueprint, work_q, tensors.clone());
+        let launch = match blueprint.engine {
+            Engine::Simt => launch_queries::<Simt>,
+            Engine::Mma => launch_queries::<Mma<TensorCore>>,
+            Engine::EmulatedMma => launch_queries::<Mma<Emulated>>,
+        };
+        launch(client, grid_q, problem, blueprint, work_q, tensors.clone());
     }
     if !work_k.is_empty() {
-        launch_keys_values(client, grid_k, problem, blueprint, work_k, tensors);
+        let launch = match blueprint.engine {
+            Engine::Simt => launch_keys_values::<Simt>,
+            Engine::Mma => launch_keys_values::<Mma<TensorCore>>,
+            Engine::EmulatedMma => launch_keys_values::<Mma<Emulated>>,
+        };
+        launch(client, grid_k, problem, blueprint, work_k, tensors);
     }
     Ok(())
 }
@@ -121,12 +132,12 @@ fn launch_statistics(
             *blueprint,
             blueprint.dtype,
             blueprint.vectors[3],
-            blueprint.vectors[4],
+            blueprint.vectors[4].min(VECTOR),
         );
     }
 }
 
-fn launch_queries(
+fn launch_queries<T: GradientAlgebra>(
     client: &Client,
     grid: CubeCount,
     problem: &AttentionGradProblem,
@@ -145,7 +156,7 @@ fn launch_queries(
     // checked, as it has that the tensors reach no further than their buffers; the kernel masks
     // every row and key beyond its segment. Its loop advances by a positive constant.
     unsafe {
-        attention_varlen_dq::launch_unchecked::<Simt>(
+        attention_varlen_dq::launch_unchecked::<T>(
             client,
             grid,
             CubeDim::new_1d(blueprint.units(GradPass::Queries) as u32),
@@ -177,7 +188,7 @@ fn launch_queries(
     }
 }
 
-fn launch_keys_values(
+fn launch_keys_values<T: GradientAlgebra>(
     client: &Client,
     grid: CubeCount,
     problem: &AttentionGradProblem,
@@ -200,7 +211,7 @@ fn launch_keys_values(
     let [vector_q, vector_k, vector_v, _, vector_d_out] = blueprint.vectors;
     // SAFETY: as in `launch_queries`, with queries and keys swapped.
     unsafe {
-        attention_varlen_dkdv::launch_unchecked::<Simt>(
+        attention_varlen_dkdv::launch_unchecked::<T>(
             client,
             grid,
             CubeDim::new_1d(blueprint.units(GradPass::KeysValues) as u32),
@@ -316,6 +327,20 @@ pub fn kernel(
     properties: Arc<DeviceProperties>,
     target: Arc<TargetProperties>,
 ) -> Box<dyn CubeKernel> {
+    let kernel = match blueprint.engine {
+        Engine::Simt => kernel_on::<Simt>,
+        Engine::Mma => kernel_on::<Mma<TensorCore>>,
+        Engine::EmulatedMma => kernel_on::<Mma<Emulated>>,
+    };
+    kernel(blueprint, pass, properties, target)
+}
+
+fn kernel_on<T: GradientAlgebra>(
+    blueprint: AttentionGradBlueprint,
+    pass: GradPass,
+    properties: Arc<DeviceProperties>,
+    target: Arc<TargetProperties>,
+) -> Box<dyn CubeKernel> {
     let settings = KernelSettings::new(
         *CubeDim::new_1d(blueprint.units(pass) as u32),
         ExecutionMode::Unchecked,
@@ -341,10 +366,10 @@ pub fn kernel(
                 blueprint,
                 dtype,
                 vector_out,
-                vector_d_out,
+                vector_d_out.min(VECTOR),
             ))
         }
-        GradPass::Queries => Box::new(attention_varlen_dq::AttentionVarlenDq::<Simt>::new(
+        GradPass::Queries => Box::new(attention_varlen_dq::AttentionVarlenDq::<T>::new(
             settings,
             properties,
             target,
@@ -372,7 +397,7 @@ pub fn kernel(
             vector_v,
             vector_d_out,
         )),
-        GradPass::KeysValues => Box::new(attention_varlen_dkdv::AttentionVarlenDkdv::<Simt>::new(
+        GradPass::KeysValues => Box::new(attention_varlen_dkdv::AttentionVarlenDkdv::<T>::new(
             settings,
             properties,
             target,

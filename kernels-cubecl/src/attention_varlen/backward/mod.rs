@@ -18,7 +18,10 @@ mod blueprint;
 mod kernel;
 mod launch;
 mod problem;
+mod tiling;
 
-pub use blueprint::{AttentionGradBlueprint, GradPass, supports};
+pub use blueprint::{
+    AttentionGradBlueprint, GradPass, candidates, supports, supports_engine,
+};
 pub use launch::{AttentionGradTensors, kernel, launch};
 pub use problem::{AttentionGradProblem, GradPlacements, Placement};

@@ -8,6 +8,7 @@
 use cubecl::{ir::ElemType, prelude::*};
 
 mod emulated;
+mod gradient;
 mod product;
 mod room;
 mod row;
@@ -16,6 +17,7 @@ mod unit;
 pub use emulated::Emulated;
 pub use unit::{MatrixUnit, TensorCore};
 
+pub(crate) use gradient::gradient_memory;
 pub(crate) use unit::LANES;
 
 use core::marker::PhantomData;

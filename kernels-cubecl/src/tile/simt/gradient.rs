@@ -246,6 +246,7 @@ impl GradientAlgebra for Simt {
     }
 
     fn store<F: Float>(
+        _workspace: &mut GradientWorkspace,
         output: &Array<F4>,
         target: &mut [Vector<F, Const<4>>],
         origin: usize,

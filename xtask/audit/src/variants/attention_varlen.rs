@@ -2,27 +2,31 @@
 
 use cubecl::ir::DeviceProperties;
 use kernels_cubecl::attention_varlen::{self, backward};
-use kernels_cubecl::{AttentionProblem, TensorLayout, Unsupported};
+use kernels_cubecl::{AttentionBlueprint, AttentionProblem, Engine, TensorLayout, Unsupported};
 
 use super::{Selection, Variant};
 
-/// One kernel per attention call.
+/// Every kernel that may be the fastest for an attention call, and the plain one, which serves the
+/// dtypes and devices that the others do not.
 pub(super) fn forward(
     properties: &DeviceProperties,
     selection: Selection,
 ) -> Result<Vec<Variant>, Unsupported> {
-    let variant = |problem: AttentionProblem| {
-        let blueprint = attention_varlen::supports(properties, &problem)?;
-        Ok(Variant {
-            operation: "attention_varlen",
-            blueprint: blueprint.to_string(),
-            threads: blueprint.units(),
-            build: Box::new(move |properties, target| {
-                attention_varlen::kernel(blueprint, properties, target)
-            }),
-        })
+    let variant = |blueprint: AttentionBlueprint| Variant {
+        operation: "attention_varlen",
+        blueprint: blueprint.to_string(),
+        threads: blueprint.units(),
+        build: Box::new(move |properties, target| {
+            attention_varlen::kernel(blueprint, properties, target)
+        }),
     };
-    problems(selection).map(|(problem, _)| variant(problem)).collect()
+    let mut variants = Vec::new();
+    for (problem, _) in problems(selection) {
+        let plain = attention_varlen::supports_engine(properties, &problem, Engine::Simt)?;
+        let candidates = attention_varlen::candidates(properties, &problem)?;
+        variants.extend(candidates.into_iter().chain([plain]).map(variant));
+    }
+    Ok(variants)
 }
 
 /// The passes that compute gradients. The first differs by neither mask nor softcap, the others do

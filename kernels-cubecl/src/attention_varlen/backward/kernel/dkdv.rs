@@ -138,8 +138,8 @@ pub(crate) fn attention_varlen_dkdv<
 
     let target = dk.origin(item.q_start, head_kv);
     let stride = dk.token_stride;
-    T::store::<F>(&d_keys, grads, target, stride, rows, softmax_scale, Scores, shape);
+    T::store::<F>(&mut memory, &d_keys, grads, target, stride, rows, softmax_scale, Scores, shape);
     let target = dv.origin(item.q_start, head_kv);
     let stride = dv.token_stride;
-    T::store::<F>(&d_values, grads, target, stride, rows, 1.0f32, Weights, shape);
+    T::store::<F>(&mut memory, &d_values, grads, target, stride, rows, 1.0f32, Weights, shape);
 }

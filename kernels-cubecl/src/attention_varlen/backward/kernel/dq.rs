@@ -113,5 +113,5 @@ pub(crate) fn attention_varlen_dq<
 
     let target = dq.origin(item.q_start, head);
     let stride = dq.token_stride;
-    T::store::<F>(&output, grads, target, stride, rows, softmax_scale, Scores, shape);
+    T::store::<F>(&mut memory, &output, grads, target, stride, rows, softmax_scale, Scores, shape);
 }

@@ -1,0 +1,144 @@
+//! Gradient tiles to choose from.
+
+use cubecl::ir::DeviceProperties;
+
+use super::super::{
+    AttentionProblem,
+    tiling::{MATRIX_MEMORY_BUDGET, SHARED_MEMORY_BUDGET},
+};
+use crate::{
+    Unsupported,
+    device::DeviceKind,
+    engine::Engine,
+    tile::{GradientShape, LANES, Simt, UnitGrid},
+};
+
+/// Rows and columns per unit, and whether the columns of both products share one room.
+type RegisterTile = (usize, usize, bool);
+
+/// Units of a cube and the register tiles to choose from.
+struct Tiling {
+    /// Units along columns and along rows.
+    units: (usize, usize),
+    /// Best first. One room allows more columns, but loads one operand twice and waits more often.
+    register_tiles: &'static [RegisterTile],
+    /// Units that share the row sums of one query, and queries per cube.
+    statistics: (usize, usize),
+}
+
+/// As in the forward pass, with less room: two tiles of rows and two of columns have to fit, and the
+/// gradients of keys and values are accumulated side by side in registers.
+const GPU: Tiling = Tiling {
+    units: (8, 8),
+    register_tiles: &[
+        (4, 4, false),
+        (4, 2, false),
+        (3, 2, false),
+        (2, 2, false),
+        (2, 2, true),
+        (2, 1, false),
+        (2, 1, true),
+        (1, 1, false),
+        (1, 1, true),
+    ],
+    statistics: (8, 16),
+};
+
+const SOFTWARE: Tiling = Tiling {
+    units: (2, 4),
+    register_tiles: &[
+        (8, 8, false),
+        (4, 8, false),
+        (4, 4, false),
+        (2, 4, false),
+        (2, 4, true),
+        (1, 1, false),
+    ],
+    statistics: (1, 8),
+};
+
+const CPU: Tiling = Tiling {
+    units: (1, 1),
+    register_tiles: &[(8, 4, false), (4, 4, false), (1, 1, false)],
+    statistics: (1, 8),
+};
+
+impl Tiling {
+    fn of(properties: &DeviceProperties) -> &'static Self {
+        match DeviceKind::of(properties) {
+            DeviceKind::Gpu => &GPU,
+            DeviceKind::Software => &SOFTWARE,
+            DeviceKind::Cpu => &CPU,
+        }
+    }
+}
+
+/// Units that share the row sums of one query, and queries per cube.
+pub(super) fn statistics(properties: &DeviceProperties) -> (usize, usize) {
+    Tiling::of(properties).statistics
+}
+
+/// The first register tile whose shared memory fits.
+pub(super) fn simt_shape(
+    properties: &DeviceProperties,
+    problem: &AttentionProblem,
+) -> Result<GradientShape, Unsupported> {
+    let available = properties.hardware.max_shared_memory_size.min(SHARED_MEMORY_BUDGET);
+    let tiling = Tiling::of(properties);
+    let (x, y) = tiling.units;
+    let shape = |&(rows, columns, one_room): &RegisterTile| GradientShape {
+        grid: UnitGrid { x, y, rows, columns },
+        head_dim: problem.head_dim(),
+        value_dim: problem.value_dim(),
+        one_room,
+        matrix: None,
+    };
+    let shapes = || tiling.register_tiles.iter().map(shape);
+    shapes().find(|&candidate| Simt::gradient_memory(candidate) <= available).ok_or_else(|| {
+        Unsupported::SharedMemory {
+            required: shapes().map(Simt::gradient_memory).min().unwrap_or(0),
+            available,
+        }
+    })
+}
+
+/// Planes and columns of the cubes on matrix units, the likeliest to be the fastest first. Planes have
+/// 16 rows: the gradients of keys and values are accumulated side by side and leave no registers
+/// for more.
+const MATRIX_TILES: [(usize, usize); 4] = [(4, 64), (4, 32), (2, 32), (1, 32)];
+
+/// Registers per unit for two gradients, scores and their gradients that leave room for operands.
+const MATRIX_REGISTERS: usize = 160;
+
+/// The sensible tiles on matrix units, the likeliest first: those that fit registers and memory.
+pub(super) fn matrix_shapes(
+    properties: &DeviceProperties,
+    problem: &AttentionProblem,
+    engine: Engine,
+) -> Result<Vec<GradientShape>, Unsupported> {
+    let available = properties.hardware.max_shared_memory_size.min(MATRIX_MEMORY_BUDGET);
+    let (head_dim, value_dim) = (problem.head_dim(), problem.value_dim());
+    let shape = |(planes, columns): (usize, usize)| GradientShape {
+        grid: UnitGrid { x: LANES, y: planes, rows: 16, columns: columns / LANES },
+        head_dim,
+        value_dim,
+        one_room: false,
+        matrix: Some(engine.matrix_tile(problem.dtype)),
+    };
+    let registers = |columns: usize| (head_dim + value_dim) / 2 + columns;
+    let fits = |&(_, columns): &(usize, usize)| registers(columns) <= MATRIX_REGISTERS;
+    let shapes: Vec<_> = MATRIX_TILES.into_iter().filter(fits).map(shape).collect();
+    if shapes.is_empty() {
+        return Err(Unsupported::Engine { engine, missing: "head_dims of q and v that together do not pass 256 in the backward pass" });
+    }
+    let memory = |&shape: &GradientShape| engine.gradient_memory(shape);
+    let fitting: Vec<_> =
+        shapes.iter().copied().filter(|shape| memory(shape) <= available).collect();
+    let Some(first) = fitting.first() else {
+        let required = shapes.iter().map(memory).min().unwrap_or(0);
+        return Err(Unsupported::SharedMemory { required, available });
+    };
+    // Fewer units than that leave most of a multiprocessor idle: only where nothing else fits.
+    let units = first.grid.units();
+    Ok(fitting.into_iter().filter(|shape| shape.grid.units() == units).collect())
+}
