@@ -10,8 +10,8 @@ use cubecl::{
 use crate::{
     Unsupported,
     tile::{
-        Emulated, GradientShape, LANES, MatrixTile, Simt, TileShape, mma_gradient_memory,
-        mma_shared_memory,
+        CmmaShape, Emulated, GradientShape, LANES, MatrixTile, Simt, TileShape,
+        cmma_gradient_memory, cmma_shared_memory, mma_gradient_memory, mma_shared_memory,
     },
 };
 
@@ -20,6 +20,8 @@ use crate::{
 pub enum Engine {
     /// Fused multiply-adds on f32 tiles, on any device.
     Simt,
+    /// Cooperative matrices of the shape that the device lists: Vulkan, Metal, HIP and CUDA.
+    Cmma(CmmaShape),
     /// `mma.sync.m16n8k16` and `ldmatrix`: NVIDIA from compute capability 8.0 on, f16 and bf16.
     Mma,
     /// The kernel of [`Mma`](Self::Mma) with its instructions computed in plain code, on any device
@@ -30,11 +32,12 @@ pub enum Engine {
 
 impl fmt::Display for Engine {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.pad(match self {
-            Self::Simt => "simt",
-            Self::Mma => "mma",
-            Self::EmulatedMma => "emulated-mma",
-        })
+        match self {
+            Self::Simt => f.write_str("simt"),
+            Self::Cmma(CmmaShape { m, n, k }) => write!(f, "cmma-{m}x{n}x{k}"),
+            Self::Mma => f.write_str("mma"),
+            Self::EmulatedMma => f.write_str("emulated-mma"),
+        }
     }
 }
 
@@ -50,7 +53,20 @@ impl Engine {
         properties: &DeviceProperties,
         dtype: ElemType,
     ) -> impl Iterator<Item = Self> {
-        [Self::Mma].into_iter().filter(move |engine| engine.check(properties, dtype).is_ok())
+        let cmma = cmma_shape(properties, dtype).map(Self::Cmma);
+        [Self::Mma]
+            .into_iter()
+            .chain(cmma)
+            .filter(move |engine| engine.check(properties, dtype).is_ok())
+    }
+
+    /// Cooperative matrices as the device lists them, for this type.
+    ///
+    /// # Errors
+    ///
+    /// If the device lists none that the kernels can use.
+    pub fn cmma(properties: &DeviceProperties, dtype: ElemType) -> Result<Self, Unsupported> {
+        cmma_shape(properties, dtype).map(Self::Cmma).ok_or(Unsupported::Cmma { dtype })
     }
 
     /// Whether the device has what the engine runs on.
@@ -65,6 +81,8 @@ impl Engine {
             _ if !half => Err(Unsupported::Engine { engine: self, missing: "16-bit q, k and v" }),
             Self::EmulatedMma => Ok(()),
             Self::Mma => check_mma(properties, dtype),
+            Self::Cmma(shape) if lists(properties, dtype, shape) => Ok(()),
+            Self::Cmma(_) => Err(Unsupported::Cmma { dtype }),
         }
     }
 
@@ -72,6 +90,7 @@ impl Engine {
     pub(crate) fn shared_memory(self, shape: TileShape) -> usize {
         match self {
             Self::Simt => Simt::shared_memory(shape),
+            Self::Cmma(_) => cmma_shared_memory(shape),
             Self::Mma => mma_shared_memory(shape),
             Self::EmulatedMma => {
                 mma_shared_memory(shape) + Emulated::shared_memory(shape.units() / LANES)
@@ -83,6 +102,7 @@ impl Engine {
     pub(crate) fn gradient_memory(self, shape: GradientShape) -> usize {
         match self {
             Self::Simt => Simt::gradient_memory(shape),
+            Self::Cmma(_) => cmma_gradient_memory(shape),
             Self::Mma => mma_gradient_memory(shape),
             Self::EmulatedMma => {
                 mma_gradient_memory(shape) + Emulated::shared_memory(shape.grid.units() / LANES)
@@ -92,10 +112,11 @@ impl Engine {
 
     /// What its matrix units work on.
     pub(crate) fn matrix_tile(self, operand: ElemType) -> MatrixTile {
-        let emulated = self == Self::EmulatedMma;
-        let chunk = if emulated { SHADER_CHUNK } else { CHUNK };
+        let chunk = if self == Self::Mma { CHUNK } else { SHADER_CHUNK };
         // Software devices hold arrays in memory anyway, and compile every barrier slowly.
-        MatrixTile { operand, chunk, unroll: !emulated }
+        let unroll = self != Self::EmulatedMma;
+        let cmma = if let Self::Cmma(shape) = self { Some(shape) } else { None };
+        MatrixTile { operand, chunk, unroll, cmma }
     }
 }
 
@@ -118,4 +139,23 @@ fn check_mma(properties: &DeviceProperties, dtype: ElemType) -> Result<(), Unsup
         () if !features.plane.contains(Plane::Ops) => lacks("plane operations"),
         () => Ok(()),
     }
+}
+
+/// Whether the device lists cooperative matrices of this shape from this type into f32.
+fn lists(properties: &DeviceProperties, dtype: ElemType, shape: CmmaShape) -> bool {
+    let single = ElemType::Float(FloatKind::F32);
+    let CmmaShape { m, n, k } = shape;
+    properties.features.matmul.cmma.iter().any(|config| {
+        (config.a_type, config.b_type, config.cd_type) == (dtype, dtype, single)
+            && (config.m as usize, config.n as usize, config.k as usize) == (m, n, k)
+    })
+}
+
+/// The largest shape of cooperative matrices that tiles divide into.
+fn cmma_shape(properties: &DeviceProperties, dtype: ElemType) -> Option<CmmaShape> {
+    let sizes = [16, 8];
+    let shapes = sizes.into_iter().flat_map(move |m| {
+        sizes.into_iter().flat_map(move |n| sizes.map(|k| CmmaShape { m, n, k }))
+    });
+    shapes.into_iter().find(|&shape| lists(properties, dtype, shape))
 }

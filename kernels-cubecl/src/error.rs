@@ -39,6 +39,14 @@ pub enum Unsupported {
         /// What is missing.
         missing: &'static str,
     },
+    /// The device has no cooperative matrices for this element type, or none of a usable shape.
+    #[error(
+        "the device lists no cooperative matrices of 8 or 16 rows, columns and steps from {dtype} into f32"
+    )]
+    Cmma {
+        /// The element type of the operands.
+        dtype: ElemType,
+    },
     /// The smallest tile needs more shared memory than the device has.
     #[error(
         "the smallest tile needs {required} bytes of shared memory, the device has {available}"

@@ -34,4 +34,5 @@ pub use layout::TensorLayout;
 pub use rope_qk_norm::{
     NormWeights, RopeQkNormBlueprint, RopeQkNormProblem, RopeQkNormTensors, RotaryTables,
 };
+pub use tile::CmmaShape;
 pub use work_list::{DeviceWorkList, WorkList, WorkListError};

@@ -7,7 +7,7 @@ use cubecl::ir::{AddressType, DeviceProperties, ElemType};
 use super::{
     kernel::ScoreOptions,
     problem::{AttentionProblem, HEAD_DIMS},
-    tiling::{matrix_shapes, simt_shape},
+    tiling::{cmma_shapes, matrix_shapes, simt_shape},
 };
 use crate::{
     TensorLayout, Unsupported,
@@ -198,7 +198,8 @@ fn engine_blueprints(
     engine.check(properties, problem.dtype)?;
     let shapes = match engine {
         Engine::Simt => vec![simt_shape(properties, problem)?],
-        _ => matrix_shapes(properties, problem, engine)?,
+        Engine::Cmma(_) => cmma_shapes(properties, problem, engine)?,
+        Engine::Mma | Engine::EmulatedMma => matrix_shapes(properties, problem, engine)?,
     };
     let address_type = address_type(properties, &tensors(problem))?;
     let blueprint = |shape: TileShape| {

@@ -9,7 +9,7 @@ use crate::{
     DeviceWorkList, Engine, LaunchError, TensorLayout,
     device::{buffer_arg, tensor_arg},
     layout::{VECTOR, check_binding, check_buffer},
-    tile::{Emulated, Mma, Simt, TensorCore, TileAlgebra},
+    tile::{Cmma, Emulated, Mma, Simt, TensorCore, TileAlgebra},
     work_list::{MAX_TOKENS, TILE_WORDS, fold_grid},
 };
 
@@ -66,6 +66,7 @@ pub fn launch(
     let grid = fold_grid(cubes, client.properties().hardware.max_cube_count)?;
     match blueprint.engine {
         Engine::Simt => run::<Simt>(client, grid, problem, blueprint, work, tensors),
+        Engine::Cmma(_) => run::<Cmma>(client, grid, problem, blueprint, work, tensors),
         Engine::Mma => run::<Mma<TensorCore>>(client, grid, problem, blueprint, work, tensors),
         Engine::EmulatedMma => {
             run::<Mma<Emulated>>(client, grid, problem, blueprint, work, tensors);
@@ -173,6 +174,7 @@ pub fn kernel(
 ) -> Box<dyn CubeKernel> {
     match blueprint.engine {
         Engine::Simt => kernel_on::<Simt>(blueprint, properties, target),
+        Engine::Cmma(_) => kernel_on::<Cmma>(blueprint, properties, target),
         Engine::Mma => kernel_on::<Mma<TensorCore>>(blueprint, properties, target),
         Engine::EmulatedMma => kernel_on::<Mma<Emulated>>(blueprint, properties, target),
     }

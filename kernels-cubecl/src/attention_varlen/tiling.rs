@@ -88,6 +88,43 @@ pub(super) fn simt_shape(
 const MATRIX_TILES: [(usize, usize, usize); 7] =
     [(4, 2, 64), (4, 2, 32), (4, 1, 64), (4, 1, 32), (2, 1, 32), (2, 1, 16), (1, 1, 16)];
 
+/// Units along keys and along query rows, and query rows and keys per unit, of the cubes on
+/// cooperative matrices, the likeliest to be the fastest first.
+const CMMA_TILES: [(usize, usize, usize, usize); 4] =
+    [(16, 8, 8, 4), (16, 8, 4, 2), (8, 8, 4, 4), (8, 8, 2, 2)];
+
+/// Shared memory that a cube on cooperative matrices may use, in bytes.
+const CMMA_MEMORY_BUDGET: usize = 64 * 1024;
+
+/// The sensible tiles on cooperative matrices, the likeliest first.
+pub(super) fn cmma_shapes(
+    properties: &DeviceProperties,
+    problem: &AttentionProblem,
+    engine: Engine,
+) -> Result<Vec<TileShape>, Unsupported> {
+    let available = properties.hardware.max_shared_memory_size.min(CMMA_MEMORY_BUDGET);
+    let shape = |(units_x, units_y, rows, keys): (usize, usize, usize, usize)| TileShape {
+        q_rows: rows * units_y,
+        k_rows: keys * units_x,
+        head_dim: problem.head_dim(),
+        value_dim: problem.value_dim(),
+        units_x,
+        units_y,
+        matrix: Some(engine.matrix_tile(problem.dtype)),
+    };
+    let shapes = CMMA_TILES.map(shape);
+    let fits = |shape: &TileShape| {
+        let matrices = engine.shared_memory(*shape) <= available;
+        matrices && shape.units() as u32 <= properties.hardware.max_units_per_cube
+    };
+    let fitting: Vec<_> = shapes.into_iter().filter(fits).collect();
+    if fitting.is_empty() {
+        let required = shapes.map(|shape| engine.shared_memory(shape)).into_iter().min();
+        return Err(Unsupported::SharedMemory { required: required.unwrap_or(0), available });
+    }
+    Ok(fitting)
+}
+
 /// The sensible tiles on matrix units, the likeliest first: those that fit registers and memory.
 pub(super) fn matrix_shapes(
     properties: &DeviceProperties,

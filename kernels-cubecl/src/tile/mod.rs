@@ -4,15 +4,20 @@
 //! implementation of [`TileAlgebra`] decides where the tile lives (registers, shared memory, matrix
 //! fragments) and which units hold which part of it. [`Simt`] serves every device: it needs neither
 //! matrix units nor plane operations and at most 32 KiB of shared memory. [`Mma`] holds scores and
-//! output in the fragments of `mma.sync`.
+//! output in the fragments of `mma.sync`; [`Cmma`] multiplies on cooperative matrices.
 
 mod band;
+mod cmma;
 mod global;
 mod gradient;
 mod mma;
 mod simt;
 
 pub use band::Band;
+pub use cmma::{Cmma, CmmaShape};
+pub(crate) use cmma::{
+    gradient_memory as cmma_gradient_memory, shared_memory as cmma_shared_memory,
+};
 pub(crate) use global::{dot, read_vector};
 pub use gradient::{Axis, F2, GradientAlgebra, GradientShape, Product};
 pub use mma::{Emulated, MatrixTile, Mma, TensorCore};

@@ -10,7 +10,7 @@ use super::{
         kernel::ScoreOptions,
     },
     problem::AttentionGradProblem,
-    tiling::{matrix_shapes, simt_shape, statistics},
+    tiling::{cmma_shapes, matrix_shapes, simt_shape, statistics},
 };
 use crate::{
     Unsupported,
@@ -211,7 +211,8 @@ fn engine_blueprints(
     engine.check(properties, forward.dtype)?;
     let shapes = match engine {
         Engine::Simt => vec![simt_shape(properties, forward)?],
-        _ => matrix_shapes(properties, forward, engine)?,
+        Engine::Cmma(_) => cmma_shapes(properties, forward, engine)?,
+        Engine::Mma | Engine::EmulatedMma => matrix_shapes(properties, forward, engine)?,
     };
     let tensors: Vec<_> = problem.tensors().collect();
     let address_type = address_type(properties, &tensors)?;

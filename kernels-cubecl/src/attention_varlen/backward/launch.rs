@@ -17,7 +17,7 @@ use crate::{
     device::{buffer_arg, tensor_arg},
     layout::{VECTOR, check_binding, check_buffer},
     engine::Engine,
-    tile::{Emulated, GradientAlgebra, Mma, Simt, TensorCore},
+    tile::{Cmma, Emulated, GradientAlgebra, Mma, Simt, TensorCore},
     work_list::{TILE_WORDS, fold_grid},
 };
 
@@ -93,6 +93,7 @@ pub fn launch(
         launch_statistics(client, grid_statistics, blueprint, tensors.clone());
         let launch = match blueprint.engine {
             Engine::Simt => launch_queries::<Simt>,
+            Engine::Cmma(_) => launch_queries::<Cmma>,
             Engine::Mma => launch_queries::<Mma<TensorCore>>,
             Engine::EmulatedMma => launch_queries::<Mma<Emulated>>,
         };
@@ -101,6 +102,7 @@ pub fn launch(
     if !work_k.is_empty() {
         let launch = match blueprint.engine {
             Engine::Simt => launch_keys_values::<Simt>,
+            Engine::Cmma(_) => launch_keys_values::<Cmma>,
             Engine::Mma => launch_keys_values::<Mma<TensorCore>>,
             Engine::EmulatedMma => launch_keys_values::<Mma<Emulated>>,
         };
@@ -329,6 +331,7 @@ pub fn kernel(
 ) -> Box<dyn CubeKernel> {
     let kernel = match blueprint.engine {
         Engine::Simt => kernel_on::<Simt>,
+        Engine::Cmma(_) => kernel_on::<Cmma>,
         Engine::Mma => kernel_on::<Mma<TensorCore>>,
         Engine::EmulatedMma => kernel_on::<Mma<Emulated>>,
     };

@@ -4,6 +4,7 @@ use cubecl::ir::DeviceProperties;
 
 use super::super::{
     AttentionProblem,
+    kernel::ScoreOptions,
     tiling::{MATRIX_MEMORY_BUDGET, SHARED_MEMORY_BUDGET},
 };
 use crate::{
@@ -102,13 +103,51 @@ pub(super) fn simt_shape(
     })
 }
 
+/// Units along columns and along rows, and rows and columns per unit, of the cubes on cooperative
+/// matrices, the likeliest to be the fastest first.
+const CMMA_TILES: [(usize, usize, usize, usize); 3] = [(16, 8, 4, 2), (8, 8, 4, 4), (8, 8, 2, 2)];
+
+/// Shared memory that a cube on cooperative matrices may use, in bytes.
+const CMMA_MEMORY_BUDGET: usize = 64 * 1024;
+
+/// The sensible tiles on cooperative matrices, the likeliest first.
+pub(super) fn cmma_shapes(
+    properties: &DeviceProperties,
+    problem: &AttentionProblem,
+    engine: Engine,
+) -> Result<Vec<GradientShape>, Unsupported> {
+    let available = properties.hardware.max_shared_memory_size.min(CMMA_MEMORY_BUDGET);
+    let shape = |(x, y, rows, columns): (usize, usize, usize, usize)| GradientShape {
+        grid: UnitGrid { x, y, rows, columns },
+        head_dim: problem.head_dim(),
+        value_dim: problem.value_dim(),
+        one_room: false,
+        matrix: Some(engine.matrix_tile(problem.dtype)),
+    };
+    let shapes = CMMA_TILES.map(shape);
+    let fits = |shape: &GradientShape| {
+        let memory = engine.gradient_memory(*shape) <= available;
+        memory && shape.grid.units() as u32 <= properties.hardware.max_units_per_cube
+    };
+    let fitting: Vec<_> = shapes.into_iter().filter(fits).collect();
+    if fitting.is_empty() {
+        let required = shapes.map(|shape| engine.gradient_memory(shape)).into_iter().min();
+        return Err(Unsupported::SharedMemory { required: required.unwrap_or(0), available });
+    }
+    Ok(fitting)
+}
+
 /// Planes and columns of the cubes on matrix units, the likeliest to be the fastest first. Planes have
 /// 16 rows: the gradients of keys and values are accumulated side by side and leave no registers
 /// for more.
 const MATRIX_TILES: [(usize, usize); 4] = [(4, 64), (4, 32), (2, 32), (1, 32)];
 
-/// Registers per unit for two gradients, scores and their gradients that leave room for operands.
-const MATRIX_REGISTERS: usize = 160;
+/// Registers per unit for two gradients, and for scores and their gradients, that leave room for
+/// operands, as the audit found.
+const MATRIX_REGISTERS: usize = 192;
+
+/// The same where scores are masked or capped, each of which takes more.
+const MASKED_REGISTERS: usize = 224;
 
 /// The sensible tiles on matrix units, the likeliest first: those that fit registers and memory.
 pub(super) fn matrix_shapes(
@@ -125,8 +164,10 @@ pub(super) fn matrix_shapes(
         one_room: false,
         matrix: Some(engine.matrix_tile(problem.dtype)),
     };
-    let registers = |columns: usize| (head_dim + value_dim) / 2 + columns;
-    let fits = |&(_, columns): &(usize, usize)| registers(columns) <= MATRIX_REGISTERS;
+    let masks = ScoreOptions::of(problem) != ScoreOptions::default();
+    let (limit, per_column) = if masks { (MASKED_REGISTERS, 3) } else { (MATRIX_REGISTERS, 2) };
+    let registers = |columns: usize| (head_dim + value_dim) / 2 + per_column * columns;
+    let fits = |&(_, columns): &(usize, usize)| registers(columns) <= limit;
     let shapes: Vec<_> = MATRIX_TILES.into_iter().filter(fits).map(shape).collect();
     if shapes.is_empty() {
         return Err(Unsupported::Engine { engine, missing: "head_dims of q and v that together do not pass 256 in the backward pass" });

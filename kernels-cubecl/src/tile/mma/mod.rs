@@ -10,7 +10,7 @@ use cubecl::{ir::ElemType, prelude::*};
 mod emulated;
 mod gradient;
 mod product;
-mod room;
+pub(super) mod room;
 mod row;
 mod unit;
 
@@ -22,7 +22,7 @@ pub(crate) use unit::LANES;
 
 use core::marker::PhantomData;
 
-use super::{Band, MASKED, MASKED_THRESHOLD, TileAlgebra, TileShape, simt::tanh};
+use super::{Band, CmmaShape, MASKED, MASKED_THRESHOLD, TileAlgebra, TileShape, simt::tanh};
 use product::{fragments, steps};
 use room::{Chunk, Pair};
 use unit::{M, lane, plane};
@@ -36,6 +36,8 @@ pub struct MatrixTile {
     pub chunk: usize,
     /// Whether loops over fragments are unrolled, without which they are not held in registers.
     pub unroll: bool,
+    /// Shape of cooperative matrices, where they are used.
+    pub cmma: Option<CmmaShape>,
 }
 
 /// Tiles on matrix units. See the module documentation.

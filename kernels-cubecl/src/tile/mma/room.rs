@@ -25,7 +25,7 @@ const ROW: usize = 8;
 
 /// Tells the compiler what [`Operand`] and [`ChunkSize`] are in this kernel.
 #[cube]
-pub(super) fn register(#[comptime] matrix: MatrixTile) {
+pub(in crate::tile) fn register(#[comptime] matrix: MatrixTile) {
     let _ = matrix;
     intrinsic!(|scope| {
         scope.register_type::<Operand>(matrix.operand);
@@ -39,18 +39,18 @@ fn row_chunks(width: usize, matrix: MatrixTile) -> usize {
 }
 
 /// Chunks between rows of `width` elements.
-pub(super) fn pitch(width: usize, matrix: MatrixTile) -> usize {
+pub(in crate::tile) fn pitch(width: usize, matrix: MatrixTile) -> usize {
     (width.next_multiple_of(K) + ROW) / matrix.chunk
 }
 
 /// Chunks that each of `units` units moves of a tile.
-pub(super) fn chunks(rows: usize, width: usize, units: usize, matrix: MatrixTile) -> usize {
+pub(in crate::tile) fn chunks(rows: usize, width: usize, units: usize, matrix: MatrixTile) -> usize {
     (rows * row_chunks(width, matrix)).div_ceil(units)
 }
 
 /// Allocates room for `rows` rows.
 #[cube]
-pub(super) fn room(
+pub(in crate::tile) fn room(
     #[comptime] rows: usize,
     #[comptime] width: usize,
     #[comptime] matrix: MatrixTile,
@@ -62,7 +62,7 @@ pub(super) fn room(
 /// Reads this unit's chunks of a tile into registers. Row 0 starts at element `origin` of the
 /// source; rows from `valid` on are zeros and read no memory.
 #[cube]
-pub(super) fn fetch<F: Float, N: Size>(
+pub(in crate::tile) fn fetch<F: Float, N: Size>(
     source: &Tensor<Vector<F, N>>,
     origin: usize,
     valid: u32,
@@ -121,7 +121,7 @@ fn read_chunk<F: Float, N: Size>(
 
 /// Writes what [`fetch`](fn@fetch) has read.
 #[cube]
-pub(super) fn stage(
+pub(in crate::tile) fn stage(
     fetched: &Array<Chunk>,
     room: &mut [Chunk],
     #[comptime] rows: usize,
@@ -129,8 +129,22 @@ pub(super) fn stage(
     #[comptime] units: usize,
     #[comptime] matrix: MatrixTile,
 ) {
+    stage_wide(fetched, room, rows, width, width, units, matrix);
+}
+
+/// As [`stage`](fn@stage), into a room for rows of `room_width` elements.
+#[cube]
+pub(in crate::tile) fn stage_wide(
+    fetched: &Array<Chunk>,
+    room: &mut [Chunk],
+    #[comptime] rows: usize,
+    #[comptime] width: usize,
+    #[comptime] room_width: usize,
+    #[comptime] units: usize,
+    #[comptime] matrix: MatrixTile,
+) {
     let row_chunks = comptime!(row_chunks(width, matrix));
-    let pitch = comptime!(pitch(width, matrix));
+    let pitch = comptime!(pitch(room_width, matrix));
     let total = comptime!(rows * row_chunks);
     #[unroll]
     for i in 0..comptime!(chunks(rows, width, units, matrix)) {
@@ -146,7 +160,7 @@ pub(super) fn stage(
 
 /// A left operand: rows `row ..` and elements `16 * step ..` of the room.
 #[cube]
-pub(super) fn left<U: MatrixUnit>(
+pub(in crate::tile) fn left<U: MatrixUnit>(
     exchange: &mut U::Exchange,
     room: &[Chunk],
     row: usize,
@@ -163,7 +177,7 @@ pub(super) fn left<U: MatrixUnit>(
 /// Two right operands side by side, of rows taken as columns: rows `row ..` and elements
 /// `16 * step ..` of the room.
 #[cube]
-pub(super) fn right_transposed<U: MatrixUnit>(
+pub(in crate::tile) fn right_transposed<U: MatrixUnit>(
     exchange: &mut U::Exchange,
     room: &[Chunk],
     row: usize,
@@ -180,7 +194,7 @@ pub(super) fn right_transposed<U: MatrixUnit>(
 
 /// Two right operands side by side: rows `16 * step ..` and elements `column ..` of the room.
 #[cube]
-pub(super) fn right<U: MatrixUnit>(
+pub(in crate::tile) fn right<U: MatrixUnit>(
     exchange: &mut U::Exchange,
     room: &[Chunk],
     step: usize,

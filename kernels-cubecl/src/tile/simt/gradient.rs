@@ -256,21 +256,36 @@ impl GradientAlgebra for Simt {
         #[comptime] product: Product,
         #[comptime] shape: GradientShape,
     ) {
-        let grid = shape.grid;
-        let width = comptime!(shape.width(product) / 4);
-        let vectors = comptime!(grid.vectors(shape.width(product)));
-        let row = first_row(grid);
-        #[unroll]
-        for r in 0..grid.rows {
-            if ((row + r) as u32) < valid {
-                let at = (origin + (row + r) * stride) / 4;
-                #[unroll]
-                for c in 0..vectors {
-                    let column = unit_x(grid) + comptime!(c * grid.x);
-                    if column < width {
-                        let value = output[comptime!(r * vectors + c)] * F4::new(scale);
-                        target[at + column] = Vector::cast_from(value);
-                    }
+        store::<F>(output, target, origin, stride, valid, scale, product, shape);
+    }
+}
+
+/// See [`GradientAlgebra::store`].
+#[cube]
+pub(in crate::tile) fn store<F: Float>(
+    output: &Array<F4>,
+    target: &mut [Vector<F, Const<4>>],
+    origin: usize,
+    stride: usize,
+    valid: u32,
+    scale: f32,
+    #[comptime] product: Product,
+    #[comptime] shape: GradientShape,
+) {
+    let grid = shape.grid;
+    let width = comptime!(shape.width(product) / 4);
+    let vectors = comptime!(grid.vectors(shape.width(product)));
+    let row = first_row(grid);
+    #[unroll]
+    for r in 0..grid.rows {
+        if ((row + r) as u32) < valid {
+            let at = (origin + (row + r) * stride) / 4;
+            #[unroll]
+            for c in 0..vectors {
+                let column = unit_x(grid) + comptime!(c * grid.x);
+                if column < width {
+                    let value = output[comptime!(r * vectors + c)] * F4::new(scale);
+                    target[at + column] = Vector::cast_from(value);
                 }
             }
         }

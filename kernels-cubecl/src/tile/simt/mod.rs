@@ -10,7 +10,9 @@ use cubecl::prelude::*;
 
 mod gradient;
 mod product;
-mod store;
+pub(super) mod store;
+
+pub(super) use gradient::store as store_gradient;
 
 use super::{
     Band, MASKED, MASKED_THRESHOLD, TileAlgebra, TileShape, UnitGrid,
@@ -71,7 +73,7 @@ impl Simt {
 
 /// This unit's position along columns.
 #[cube]
-fn unit_x(#[comptime] grid: UnitGrid) -> usize {
+pub(super) fn unit_x(#[comptime] grid: UnitGrid) -> usize {
     UNIT_POS as usize % grid.x
 }
 
@@ -83,7 +85,7 @@ fn unit_y(#[comptime] grid: UnitGrid) -> usize {
 
 /// First row of this unit.
 #[cube]
-fn first_row(#[comptime] grid: UnitGrid) -> usize {
+pub(super) fn first_row(#[comptime] grid: UnitGrid) -> usize {
     unit_y(grid) * grid.rows
 }
 
@@ -96,7 +98,7 @@ pub(super) fn tanh(x: f32) -> f32 {
 
 /// Zeros of an output tile `width` elements wide.
 #[cube]
-fn zeros(#[comptime] width: usize, #[comptime] grid: UnitGrid) -> Array<F4> {
+pub(super) fn zeros(#[comptime] width: usize, #[comptime] grid: UnitGrid) -> Array<F4> {
     let length = comptime!(grid.rows * grid.vectors(width));
     let mut output = Array::<F4>::new(length);
     #[unroll]
@@ -104,6 +106,40 @@ fn zeros(#[comptime] width: usize, #[comptime] grid: UnitGrid) -> Array<F4> {
         output[i] = F4::new(0.0f32);
     }
     output
+}
+
+/// See [`TileAlgebra::row_max`], through one element of `partial` for each unit and row.
+#[cube]
+pub(super) fn row_max(
+    partial: &mut [f32],
+    scores: &Array<f32>,
+    maximum: &mut Array<f32>,
+    correction: &mut Array<f32>,
+    #[comptime] shape: TileShape,
+) {
+    let tile = comptime!(RegisterTile::of(shape));
+    let grid = comptime!(shape.grid());
+    let at = first_row(grid) * shape.units_x;
+    #[unroll]
+    for r in 0..tile.rows {
+        let mut own = scores[comptime!(r * tile.keys)];
+        #[unroll]
+        for c in 1..tile.keys {
+            own = max(own, scores[comptime!(r * tile.keys + c)]);
+        }
+        partial[at + comptime!(r * shape.units_x) + unit_x(grid)] = own;
+    }
+    sync_cube();
+    #[unroll]
+    for r in 0..tile.rows {
+        let mut raised = maximum[r];
+        #[unroll]
+        for x in 0..shape.units_x {
+            raised = max(raised, partial[at + comptime!(r * shape.units_x + x)]);
+        }
+        correction[r] = f32::exp(maximum[r] - raised);
+        maximum[r] = raised;
+    }
 }
 
 #[cube]
@@ -298,29 +334,7 @@ impl TileAlgebra for Simt {
         correction: &mut Array<f32>,
         #[comptime] shape: TileShape,
     ) {
-        let tile = comptime!(RegisterTile::of(shape));
-        let grid = comptime!(shape.grid());
-        let at = first_row(grid) * shape.units_x;
-        #[unroll]
-        for r in 0..tile.rows {
-            let mut own = scores[comptime!(r * tile.keys)];
-            #[unroll]
-            for c in 1..tile.keys {
-                own = max(own, scores[comptime!(r * tile.keys + c)]);
-            }
-            workspace.partial[at + comptime!(r * shape.units_x) + unit_x(grid)] = own;
-        }
-        sync_cube();
-        #[unroll]
-        for r in 0..tile.rows {
-            let mut raised = maximum[r];
-            #[unroll]
-            for x in 0..shape.units_x {
-                raised = max(raised, workspace.partial[at + comptime!(r * shape.units_x + x)]);
-            }
-            correction[r] = f32::exp(maximum[r] - raised);
-            maximum[r] = raised;
-        }
+        row_max(&mut workspace.partial, scores, maximum, correction, shape);
     }
 
     fn exp(scores: &mut Array<f32>, maximum: &Array<f32>, #[comptime] shape: TileShape) {
@@ -383,7 +397,7 @@ impl TileAlgebra for Simt {
         #[comptime] shape: TileShape,
     ) {
         store::store::<F>(
-            workspace,
+            &mut workspace.partial,
             output,
             maximum,
             sum,

@@ -2,13 +2,13 @@
 
 use cubecl::prelude::*;
 
-use super::{RegisterTile, SimtWorkspace, first_row, unit_x};
+use super::{RegisterTile, first_row, unit_x};
 use crate::tile::{TileShape, global::F4};
 
 /// See [`TileAlgebra::store`](crate::tile::TileAlgebra::store).
 #[cube]
-pub(super) fn store<F: Float>(
-    workspace: &mut SimtWorkspace,
+pub(in crate::tile) fn store<F: Float>(
+    partial: &mut [f32],
     output: &Array<F4>,
     maximum: &Array<f32>,
     sum: &Array<f32>,
@@ -27,7 +27,7 @@ pub(super) fn store<F: Float>(
     let at = row * shape.units_x;
     #[unroll]
     for r in 0..tile.rows {
-        workspace.partial[at + comptime!(r * shape.units_x) + unit_x(grid)] = sum[r];
+        partial[at + comptime!(r * shape.units_x) + unit_x(grid)] = sum[r];
     }
     sync_cube();
     #[unroll]
@@ -35,7 +35,7 @@ pub(super) fn store<F: Float>(
         let mut total = f32::new(0.0f32);
         #[unroll]
         for x in 0..shape.units_x {
-            total += workspace.partial[at + comptime!(r * shape.units_x + x)];
+            total += partial[at + comptime!(r * shape.units_x + x)];
         }
         let empty = total == 0.0f32;
         let inverse = select(empty, f32::new(0.0f32), 1.0f32 / total);

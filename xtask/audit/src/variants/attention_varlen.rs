@@ -2,7 +2,10 @@
 
 use cubecl::ir::DeviceProperties;
 use kernels_cubecl::attention_varlen::{self, backward};
-use kernels_cubecl::{AttentionBlueprint, AttentionProblem, Engine, TensorLayout, Unsupported};
+use kernels_cubecl::{
+    AttentionBlueprint, AttentionGradBlueprint, AttentionGradProblem, AttentionProblem, Engine,
+    GradPass, TensorLayout, Unsupported,
+};
 
 use super::{Selection, Variant};
 
@@ -35,33 +38,31 @@ pub(super) fn backward(
     properties: &DeviceProperties,
     selection: Selection,
 ) -> Result<Vec<Variant>, Unsupported> {
-    let variant = |problem: &backward::AttentionGradProblem, pass: backward::GradPass| {
-        let blueprint = backward::supports(properties, problem)?;
-        Ok(Variant {
-            operation: match pass {
-                backward::GradPass::Statistics => "attention_varlen statistics",
-                backward::GradPass::Queries => "attention_varlen dq",
-                backward::GradPass::KeysValues => "attention_varlen dk dv",
-            },
-            blueprint: format!("{blueprint} {pass}"),
-            threads: blueprint.units(pass),
-            build: Box::new(move |properties, target| {
-                backward::kernel(blueprint, pass, properties, target)
-            }),
-        })
+    let variant = |blueprint: AttentionGradBlueprint, pass: GradPass| Variant {
+        operation: match pass {
+            GradPass::Statistics => "attention_varlen statistics",
+            GradPass::Queries => "attention_varlen dq",
+            GradPass::KeysValues => "attention_varlen dk dv",
+        },
+        blueprint: format!("{blueprint} {pass}"),
+        threads: blueprint.units(pass),
+        build: Box::new(move |properties, target| {
+            backward::kernel(blueprint, pass, properties, target)
+        }),
     };
     let mut variants = Vec::new();
     for (forward, d_out) in problems(selection) {
-        let problem = backward::AttentionGradProblem {
-            d_out,
-            ..backward::AttentionGradProblem::new(forward)
-        };
-        variants.push(variant(&problem, backward::GradPass::Queries)?);
-        variants.push(variant(&problem, backward::GradPass::KeysValues)?);
+        let problem = AttentionGradProblem { d_out, ..AttentionGradProblem::new(forward) };
+        let plain = backward::supports_engine(properties, &problem, Engine::Simt)?;
+        for blueprint in backward::candidates(properties, &problem)?.into_iter().chain([plain]) {
+            let passes = [GradPass::Queries, GradPass::KeysValues];
+            variants.extend(passes.map(|pass| variant(blueprint, pass)));
+        }
         if forward.window == (None, None) && forward.softcap.is_none() {
             for d_lse in [None, Some([forward.q.shape[1], 1])] {
-                let problem = backward::AttentionGradProblem { d_lse, ..problem };
-                variants.push(variant(&problem, backward::GradPass::Statistics)?);
+                let problem = AttentionGradProblem { d_lse, ..problem };
+                let blueprint = backward::supports_engine(properties, &problem, Engine::Simt)?;
+                variants.push(variant(blueprint, GradPass::Statistics));
             }
         }
     }
