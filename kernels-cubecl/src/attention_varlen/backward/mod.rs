@@ -20,5 +20,5 @@ mod launch;
 mod problem;
 
 pub use blueprint::{AttentionGradBlueprint, GradPass, supports};
-pub use launch::{AttentionGradTensors, kernel, launch};
+pub use launch::{AttentionGradTensors, GradWork, kernel, launch, launch_wanted};
 pub use problem::{AttentionGradProblem, GradPlacements, Placement};
