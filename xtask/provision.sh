@@ -31,19 +31,10 @@ provision_llvm() {
     on_debian && [ "$(dpkg --print-architecture)" = amd64 ] || fail \
         "LLVM is only installed on Debian, amd64, as root; elsewhere build once with" \
         "\`cargo build -p kernel-audit --features llvm\`, which downloads it to $llvm"
-    # The archive this machine already uses, with the suite that carries LLVM 23.
-    local archive
-    archive=$(sed -nE 's#^(URIs: *|deb +(\[[^]]*\] +)?)(https?://[^ ]+/debian)/?( .*)?$#\3#p' \
-        /etc/apt/sources.list /etc/apt/sources.list.d/* 2>/dev/null | head -1 || true)
-    [ -n "$archive" ] || fail "no Debian archive among the apt sources: add one to /etc/apt/sources.list"
-    mkdir -p "$work"/{lists/partial,cache/archives/partial,debs,root}
-    echo "deb [signed-by=/usr/share/keyrings/debian-archive-keyring.gpg] $archive sid main" \
-        >"$work/sources.list"
-    # Lists of its own: the machine's packages stay those of its release.
-    local sid=(-qq -o "Dir::Etc::sourcelist=$work/sources.list" -o Dir::Etc::sourceparts=-
-        -o "Dir::State::lists=$work/lists" -o "Dir::Cache=$work/cache" -o APT::Sandbox::User=root)
-    apt-get "${sid[@]}" update
-    (cd "$work/debs" && apt-get "${sid[@]}" download llvm-23-dev llvm-23 libllvm23 libpolly-23-dev)
+    # shellcheck source=tools/sid.sh
+    . "$(dirname "$0")/../tools/sid.sh"
+    mkdir -p "$work"/{debs,root}
+    (cd "$work/debs" && sid_apt "$work/sid" download llvm-23-dev llvm-23 libllvm23 libpolly-23-dev)
     # What LLVM's static libraries link against, and a compiler for the build's own C++.
     install_packages build-essential libz3-dev zlib1g-dev libzstd-dev libxml2-dev
 

@@ -25,7 +25,7 @@ pub use attention_varlen::{
     AttentionBlueprint, AttentionProblem, AttentionTensors,
     backward::{
         AttentionGradBlueprint, AttentionGradProblem, AttentionGradTensors, GradPass,
-        GradPlacements, Placement,
+        GradPlacements, GradWork, Placement,
     },
 };
 pub use engine::Engine;

@@ -9,8 +9,11 @@ mod attention_grad;
 mod common;
 
 use attention::{Case, Tiles, cumulative, has_dtype, pairs, permuted, segments};
-use attention_grad::{Inputs, check, check_problem, expanded, gather, problem, reference, run};
-use common::{F16, F32, Output, client, upload};
+use attention_grad::{
+    Inputs, KEYS_VALUES, Pick, QUERIES, check, check_problem, expanded, gather, problem, reference,
+    run, run_wanted,
+};
+use common::{F16, F32, Output, POISON, client, upload};
 use cubecl::ir::ElemType;
 use kernels_cubecl::{
     AttentionGradProblem, AttentionGradTensors, GradPass, GradPlacements, LaunchError, Placement,
@@ -156,6 +159,62 @@ fn empty_totals() {
         case.lengths_k = lengths_k;
         check(&client, &case, true, 10);
     }
+}
+
+/// Wanted gradients have the bits of a full run, the others' places are not written.
+#[rstest]
+fn only_wanted_gradients_are_written(
+    #[values((QUERIES, [true, false, false]), (KEYS_VALUES, [false, true, true]))] (pick, wanted): (
+        Pick,
+        [bool; 3],
+    ),
+    #[values(false, true)] packed: bool,
+) {
+    let Some(client) = client() else { return };
+    let mut case = Case::new(40, &[50, 0, 30]);
+    case.is_causal = true;
+    let mut problem = problem(&case, true);
+    if packed {
+        problem.placements = GradPlacements::packed(&problem.forward);
+    }
+    let inputs = Inputs::new(&case, true, 19);
+    let all = run(&client, &case, &problem, &inputs);
+    let some = run_wanted(&client, &case, &problem, &inputs, (pick, problem.grads_len()));
+    let GradPlacements { dq, dk, dv } = problem.placements;
+    let mut expected = vec![POISON; all.len()];
+    for ((placement, shape), wanted) in [dq, dk, dv].into_iter().zip(case.shapes()).zip(wanted) {
+        let [tokens, heads, width] = shape;
+        for (token, head) in (0..tokens).flat_map(|token| (0..heads).map(move |head| (token, head)))
+        {
+            let at =
+                placement.offset + token * placement.token_stride + head * placement.head_stride;
+            let bytes = at * size_of::<f32>()..(at + width) * size_of::<f32>();
+            if wanted {
+                expected[bytes.clone()].copy_from_slice(&all[bytes]);
+            }
+        }
+    }
+    assert!(some == expected, "{wanted:?}");
+}
+
+/// Neither room for unwanted gradients nor places for them are asked for.
+#[rstest]
+fn unwanted_gradients_take_no_room(#[values(false, true)] queries: bool) {
+    let Some(client) = client() else { return };
+    let case = Case::new(40, &[5, 4]);
+    let mut problem = problem(&case, false);
+    let inputs = Inputs::new(&case, false, 20);
+    let all = run(&client, &case, &problem, &inputs);
+    let GradPlacements { dq, dk, dv } = &mut problem.placements;
+    let (pick, last, unwanted) = match queries {
+        true => (QUERIES, *dq, dk),
+        false => (KEYS_VALUES, *dv, dq),
+    };
+    unwanted.offset = 1 << 20;
+    let end = last.offset + last.layout(case.shapes()[0]).span();
+    let some = run_wanted(&client, &case, &problem, &inputs, (pick, end));
+    let written = last.offset * size_of::<f32>()..end * size_of::<f32>();
+    assert!(some[written.clone()] == all[written]);
 }
 
 /// Queries that see no key and keys that no query sees, with whatever gradient of lse.

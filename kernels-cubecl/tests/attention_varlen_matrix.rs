@@ -1,5 +1,5 @@
-//! The kernels on matrix units against plain Rust. Where a device has no matrix instructions, the
-//! emulated ones run the same kernel.
+//! The kernels on matrix units against plain Rust: on cooperative matrices where the device lists
+//! them, and everywhere with `mma.sync` emulated.
 #![allow(clippy::unwrap_used)]
 
 #[path = "common/attention.rs"]
@@ -11,64 +11,155 @@ mod common;
 use attention::{Case, pairs, permuted, segments};
 use common::{F16, client};
 use cubecl::client::Client;
-use kernels_cubecl::{Engine, TensorLayout};
+use kernels_cubecl::{Engine, TensorLayout, attention_varlen::supports_engine};
 use rstest::rstest;
 
-fn check(client: &Client, mut case: Case, seed: u64) {
+/// The engines to test.
+#[derive(Clone, Copy, Debug)]
+enum Units {
+    Emulated,
+    Cooperative,
+}
+
+/// The case in f16 on one of the engines, if the device has it.
+fn on(client: &Client, units: Units, mut case: Case) -> Option<Case> {
+    let engine = match units {
+        Units::Emulated => Ok(Engine::EmulatedMma),
+        Units::Cooperative => Engine::cmma(client.properties(), F16),
+    };
     case.dtype = F16;
-    case.engine = Some(Engine::EmulatedMma);
-    case.check(client, seed);
+    match engine {
+        Ok(engine) => case.engine = Some(engine),
+        Err(reason) => {
+            println!("skipped: {reason}");
+            return None;
+        }
+    }
+    Some(case)
+}
+
+fn check(units: Units, case: Case, seed: u64) {
+    let Some(client) = client() else { return };
+    let Some(case) = on(&client, units, case) else { return };
+    case.check(&client, seed);
 }
 
 #[rstest]
-fn head_dims(#[values(16, 64)] head_dim: usize) {
-    let Some(client) = client() else { return };
-    check(&client, Case::new(head_dim, &segments("random", 50, 1)), 1);
+fn head_dims(
+    #[values(Units::Emulated, Units::Cooperative)] units: Units,
+    #[values(16, 40, 64, 72, 80, 96, 128)] head_dim: usize,
+) {
+    check(units, Case::new(head_dim, &segments("random", 50, 1)), 1);
 }
 
-#[test]
-fn masks() {
+/// Where the rooms of two tiles fit no longer, one engine after the other refuses.
+#[rstest]
+#[case(192, 128)]
+#[case(128, 192)]
+#[case(256, 256)]
+fn wide_heads(
+    #[values(Units::Emulated, Units::Cooperative)] units: Units,
+    #[case] head_dim: usize,
+    #[case] value_dim: usize,
+) {
     let Some(client) = client() else { return };
+    let mut case = Case::new(head_dim, &[33, 0, 50]);
+    case.value_dim = value_dim;
+    let Some(case) = on(&client, units, case) else { return };
+    let problem = case.problem(case.shapes().map(TensorLayout::contiguous));
+    match supports_engine(client.properties(), &problem, case.engine.unwrap()) {
+        Ok(_) => case.check(&client, 7),
+        Err(reason) => assert!(reason.to_string().contains("shared memory"), "{reason}"),
+    }
+}
+
+#[rstest]
+fn masks(
+    #[values(Units::Emulated, Units::Cooperative)] units: Units,
+    #[values(
+        (false, None, None),
+        (true, None, None),
+        (false, Some(7), None),
+        (false, Some(20), Some(30)),
+        (true, Some(0), None)
+    )]
+    band: (bool, Option<usize>, Option<usize>),
+) {
+    let mut case = pairs();
+    (case.is_causal, case.window) = (band.0, (band.1, band.2));
+    check(units, case, 2);
+}
+
+#[rstest]
+fn softcap_and_groups(#[values(Units::Emulated, Units::Cooperative)] units: Units) {
     let mut case = pairs();
     case.window = (Some(20), Some(30));
     case.softcap = Some(30.0);
-    (case.heads, case.heads_kv) = (4, 2);
-    check(&client, case, 2);
-}
-
-#[test]
-fn strides() {
-    let Some(client) = client() else { return };
-    let mut case = Case::new(72, &[33, 0, 41]);
-    case.dtype = F16;
-    case.engine = Some(Engine::EmulatedMma);
-    for (order, padding) in [([0, 1, 2], 56), ([0, 1, 2], 3), ([2, 1, 0], 0)] {
-        let layouts = case.shapes().map(|shape| permuted(shape, order, padding));
-        case.check_layouts(&client, 3, layouts);
-    }
-    let packed =
-        |shape: [usize; 3]| TensorLayout { shape, strides: [3 * shape[1] * shape[2], shape[2], 1] };
-    case.check_layouts(&client, 4, case.shapes().map(packed));
+    case.scale = -0.1;
+    (case.heads, case.heads_kv) = (6, 2);
+    case.value_dim = 40;
+    check(units, case, 3);
 }
 
 #[rstest]
-fn gradients(#[values(64, 72)] head_dim: usize) {
+#[case::padded([0, 1, 2], 56)]
+#[case::odd([0, 1, 2], 3)]
+#[case::elements_outermost([2, 1, 0], 0)]
+fn strides(
+    #[values(Units::Emulated, Units::Cooperative)] units: Units,
+    #[case] order: [usize; 3],
+    #[case] padding: usize,
+) {
     let Some(client) = client() else { return };
-    let mut case = Case::new(head_dim, &segments("random", 50, 5));
-    case.dtype = F16;
-    case.engine = Some(Engine::EmulatedMma);
+    let Some(case) = on(&client, units, Case::new(72, &[33, 0, 41])) else { return };
+    let layouts = case.shapes().map(|shape| permuted(shape, order, padding));
+    case.check_layouts(&client, 4, layouts);
+}
+
+#[rstest]
+fn empty_segments(#[values(Units::Emulated, Units::Cooperative)] units: Units) {
+    for (lengths_q, lengths_k) in [(vec![0, 0], vec![3, 4]), (vec![3, 4], vec![0, 0])] {
+        let mut case = Case::new(64, &lengths_q);
+        case.lengths_k = lengths_k;
+        check(units, case, 5);
+    }
+}
+
+#[rstest]
+fn nan_stays_in_its_segment(#[values(Units::Emulated, Units::Cooperative)] units: Units) {
+    let Some(client) = client() else { return };
+    let Some(case) = on(&client, units, Case::new(64, &[40, 35, 50])) else { return };
+    let layouts = case.shapes().map(TensorLayout::contiguous);
+    let width = case.heads * case.head_dim;
+    for poisoned in 0..3 {
+        let mut inputs = case.inputs(6);
+        let clean = case.run(&client, &inputs, layouts).0.read(&client);
+        inputs[poisoned][60 * width + 5] = f64::NAN;
+        let out = case.run(&client, &inputs, layouts).0.read(&client);
+        assert!(out[..40 * width] == clean[..40 * width] && out[75 * width..] == clean[75 * width..]);
+        assert!(out[40 * width..75 * width].iter().any(|x| x.is_nan()));
+    }
+}
+
+#[rstest]
+fn gradients(
+    #[values(Units::Emulated, Units::Cooperative)] units: Units,
+    #[values(64, 72)] head_dim: usize,
+) {
+    let Some(client) = client() else { return };
+    let case = Case::new(head_dim, &segments("random", 50, 5));
+    let Some(case) = on(&client, units, case) else { return };
     attention_grad::check(&client, &case, false, 5);
 }
 
-#[test]
-fn gradients_with_all_options() {
+#[rstest]
+fn gradients_with_all_options(#[values(Units::Emulated, Units::Cooperative)] units: Units) {
     let Some(client) = client() else { return };
     let mut case = pairs();
-    case.dtype = F16;
-    case.engine = Some(Engine::EmulatedMma);
     case.window = (Some(20), Some(30));
     case.softcap = Some(30.0);
     (case.heads, case.heads_kv) = (4, 2);
     case.value_dim = 40;
+    let Some(case) = on(&client, units, case) else { return };
     attention_grad::check(&client, &case, true, 6);
 }

@@ -5,11 +5,11 @@ mod common;
 #[path = "common/rope.rs"]
 mod rope;
 
-use common::{BF16, F16, F32, client, max_error};
+use common::{BF16, F16, F32, POISON, client, max_error};
 use cubecl::ir::ElemType;
 use kernels_cubecl::{
     LaunchError, Unsupported,
-    rope_qk_norm::backward::{launch, supports},
+    rope_qk_norm::backward::{RopeQkNormBackwardTensors, launch, supports},
 };
 use rope::{Case, Place};
 use rstest::rstest;
@@ -125,6 +125,25 @@ fn equal_calls_give_equal_bits(#[case] mut case: Case) {
         let again = case.run(&client, &inputs).unwrap();
         assert!(first.bytes == again.bytes, "{case:?}");
     }
+}
+
+/// Frozen weights: the gradient of the input is the same, theirs are not written.
+#[rstest]
+#[case::packed(Case::packed(64))]
+#[case::single(Case::single(30))]
+fn gradients_of_weights_can_be_left_out(#[case] case: Case) {
+    let Some(client) = client() else { return };
+    let inputs = case.inputs(12);
+    let full = case.run(&client, &inputs).unwrap();
+    let freeze = |tensors: &mut RopeQkNormBackwardTensors| {
+        tensors.norm.as_mut().unwrap().d_weights.clear();
+    };
+    let frozen = case.run_with(&client, &inputs, freeze).unwrap();
+    let [(dx, _), (frozen_dx, d_weights)] =
+        [&full, &frozen].map(|gradients| gradients.bytes.split_last().unwrap());
+    assert!(dx == frozen_dx, "{case:?}");
+    assert_eq!(d_weights.len(), frozen.dx.len());
+    assert!(d_weights.iter().flatten().all(|&byte| byte == POISON), "{case:?}");
 }
 
 /// The kernel against the slope of the forward pass in f64, not against another formula.

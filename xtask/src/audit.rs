@@ -4,12 +4,11 @@ use std::env;
 use std::error::Error;
 use std::process::{Command, ExitCode};
 
-use kernel_audit::Audit;
-use kernel_audit::toolchain::{Toolkit, check_llvm};
+use kernel_audit::toolchain::{Toolkit, llvm};
 
 /// Builds and runs the audit. It is a program of its own, so that nothing else has to link LLVM.
-pub fn run(arguments: &Audit) -> Result<ExitCode, Box<dyn Error>> {
-    check_llvm()?;
+pub fn run() -> Result<ExitCode, Box<dyn Error>> {
+    llvm()?;
     let toolkit = Toolkit::find()?;
     let cargo = env::var_os("CARGO").unwrap_or_else(|| "cargo".into());
     let mut command = Command::new(cargo);
@@ -24,17 +23,10 @@ pub fn run(arguments: &Audit) -> Result<ExitCode, Box<dyn Error>> {
             "--manifest-path",
         ])
         .arg(concat!(env!("CARGO_MANIFEST_DIR"), "/audit/Cargo.toml"))
-        .args(["--", "--kernel", &arguments.kernel])
+        .arg("--")
+        // As they were given: they are the same program's.
+        .args(crate::arguments())
         .env("CUDA_PATH", toolkit.root());
-    for architecture in &arguments.architectures {
-        command.args(["--arch", &architecture.to_string()]);
-    }
-    if arguments.full {
-        command.arg("--full");
-    }
-    if let Some(file) = &arguments.json {
-        command.arg("--json").arg(file);
-    }
     let status = command.status().map_err(|error| format!("cargo run: {error}"))?;
     Ok(if status.success() { ExitCode::SUCCESS } else { ExitCode::FAILURE })
 }

@@ -7,9 +7,6 @@ use std::process::{Command, ExitCode};
 use attention_bench::arguments::Bench;
 use vision_attention_tests::devices::{DeviceError, NAMES};
 
-/// Where `bench` stands on the command line, after the program's own name.
-const COMMAND: usize = 1;
-
 /// Builds and runs the benchmark with the arguments as they were given. It is a program of its own, since
 /// `cargo xtask` itself is a development build, and is built for the devices that are measured alone.
 pub fn run(arguments: &Bench) -> Result<ExitCode, Box<dyn Error>> {
@@ -18,7 +15,7 @@ pub fn run(arguments: &Bench) -> Result<ExitCode, Box<dyn Error>> {
         .args(["run", "--release", "--quiet", "--package", "attention-bench"])
         .args(["--features", &features(&arguments.devices)?])
         .args(["--manifest-path", concat!(env!("CARGO_MANIFEST_DIR"), "/bench/Cargo.toml"), "--"])
-        .args(env::args_os().skip(COMMAND + 1))
+        .args(crate::arguments())
         .status()
         .map_err(|error| format!("cargo run: {error}"))?;
     Ok(if status.success() { ExitCode::SUCCESS } else { ExitCode::FAILURE })

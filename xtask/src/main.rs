@@ -8,6 +8,7 @@ mod devices;
 mod parity;
 mod provision;
 
+use std::ffi::OsString;
 use std::process::ExitCode;
 
 use clap::{Parser, Subcommand};
@@ -29,10 +30,15 @@ enum Command {
     Checkpoint(checkpoint::Checkpoint),
     /// List each device that answers and what a request resolves to on it.
     Devices(devices::Devices),
-    /// Compile kernels without a GPU and fail if one needs local memory.
+    /// Compile kernels without a GPU; fail if one needs local memory or differs from the table.
     Audit(kernel_audit::Audit),
     /// Install what building for CUDA and `audit` need: LLVM, ptxas, nvdisasm, libdevice.
     Provision,
+}
+
+/// What stands on the command line after the command, for a program of its own that reads it again.
+fn arguments() -> impl Iterator<Item = OsString> {
+    std::env::args_os().skip(2)
 }
 
 fn main() -> ExitCode {
@@ -42,7 +48,7 @@ fn main() -> ExitCode {
         Command::Bench(arguments) => bench::run(&arguments),
         Command::Checkpoint(checkpoint) => checkpoint.run(),
         Command::Devices(devices) => devices.run(),
-        Command::Audit(arguments) => audit::run(&arguments),
+        Command::Audit(_) => audit::run(),
         Command::Provision => provision::run(),
     };
     result.unwrap_or_else(|error| {

@@ -3,8 +3,9 @@
 
 use cubecl::{client::Client, prelude::TensorBinding};
 use kernels_cubecl::{
-    AttentionGradProblem, AttentionGradTensors, GradPlacements, Placement, TensorLayout, WorkList,
-    attention_varlen::backward::{launch, supports, supports_engine},
+    AttentionGradProblem, AttentionGradTensors, DeviceWorkList, GradPlacements, GradWork,
+    Placement, TensorLayout, WorkList,
+    attention_varlen::backward::{launch_wanted, supports, supports_engine},
 };
 
 use super::{
@@ -119,12 +120,30 @@ pub fn problem(case: &Case, d_lse: bool) -> AttentionGradProblem {
     AttentionGradProblem { d_lse, ..AttentionGradProblem::new(forward) }
 }
 
+/// Picks gradients by their work lists.
+pub type Pick = for<'a> fn([&'a DeviceWorkList; 2]) -> GradWork<'a>;
+
+pub const ALL: Pick = |[work_q, work_k]| GradWork::All { work_q, work_k };
+pub const QUERIES: Pick = |[work_q, _]| GradWork::Queries { work_q };
+pub const KEYS_VALUES: Pick = |[_, work_k]| GradWork::KeysValues { work_k };
+
 /// Runs the kernels; the gradient buffer.
 pub fn run(
     client: &Client,
     case: &Case,
     problem: &AttentionGradProblem,
     inputs: &Inputs,
+) -> Vec<u8> {
+    run_wanted(client, case, problem, inputs, (ALL, problem.grads_len()))
+}
+
+/// Runs the kernels for some of the gradients; the gradient buffer, which has that many elements.
+pub fn run_wanted(
+    client: &Client,
+    case: &Case,
+    problem: &AttentionGradProblem,
+    inputs: &Inputs,
+    (pick, grads_len): (Pick, usize),
 ) -> Vec<u8> {
     let properties = case.tiles.properties(client);
     let blueprint = match case.engine {
@@ -137,7 +156,7 @@ pub fn run(
     let work_q = list(&offsets.0, &offsets.1, blueprint.tile_q());
     let work_k = list(&offsets.1, &offsets.0, blueprint.tile_k());
     let stats = Output::new(client, F32, &problem.stats_shape());
-    let grads = Output::new(client, case.dtype, &[problem.grads_len()]);
+    let grads = Output::new(client, case.dtype, &[grads_len]);
     let forward = &problem.forward;
     let [tokens, heads] = forward.lse_shape();
     let upload = |values: &[f64], layout| upload(client, case.dtype, values, layout);
@@ -156,7 +175,7 @@ pub fn run(
         stats: stats.binding(),
         grads: grads.binding(),
     };
-    launch(client, problem, &blueprint, &work_q, &work_k, tensors).unwrap();
+    launch_wanted(client, problem, &blueprint, pick([&work_q, &work_k]), tensors).unwrap();
     let written = stats.read(client).iter().all(|x| !x.is_nan());
     assert!(written || inputs.has_nan(), "stats: not every element is written");
     grads.bytes(client)

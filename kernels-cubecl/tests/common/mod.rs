@@ -19,18 +19,26 @@ pub const BF16: ElemType = ElemType::Float(FloatKind::BF16);
 /// Elements on both sides of every buffer that no kernel may touch.
 pub const GUARD: usize = 1024;
 
-/// The default wgpu device, or `None` with a message where there is none. Where
+/// The device that tests run on, or `None` with a message where there is none. Where
 /// `VISION_ATTENTION_REQUIRE_GPU_TESTS=1` is set, having none is a failure.
 pub fn client() -> Option<Client> {
-    match Device::wgpu(WgpuDeviceKind::DefaultDevice) {
+    let device = match cfg!(feature = "cpu") {
+        true => Device::cpu(),
+        false => Device::wgpu(WgpuDeviceKind::DefaultDevice),
+    };
+    match device {
         Ok(device) => Some(device.client()),
         Err(error) => {
-            let required = std::env::var("VISION_ATTENTION_REQUIRE_GPU_TESTS");
-            assert_ne!(required.as_deref(), Ok("1"), "no device: {error}");
+            assert!(!required("GPU_TESTS"), "no device: {error}");
             println!("skipped: {error}");
             None
         }
     }
+}
+
+/// Whether `VISION_ATTENTION_REQUIRE_<what>` is 1.
+pub fn required(what: &str) -> bool {
+    std::env::var(format!("VISION_ATTENTION_REQUIRE_{what}")).as_deref() == Ok("1")
 }
 
 /// Element types that the tests store.

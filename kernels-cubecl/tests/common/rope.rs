@@ -324,7 +324,18 @@ impl Case {
     }
 
     pub fn run(&self, client: &Client, inputs: &Inputs) -> Result<Gradients, LaunchError> {
-        let (tensors, memory, outputs) = self.tensors(client, inputs);
+        self.run_with(client, inputs, |_| {})
+    }
+
+    /// Runs the kernel with tensors that have been changed.
+    pub fn run_with(
+        &self,
+        client: &Client,
+        inputs: &Inputs,
+        change: impl FnOnce(&mut RopeQkNormBackwardTensors),
+    ) -> Result<Gradients, LaunchError> {
+        let (mut tensors, memory, outputs) = self.tensors(client, inputs);
+        change(&mut tensors);
         launch(client, &self.problem(), tensors)?;
         let dx = self.written(client, &memory);
         let outputs = if self.weight.is_some() { &outputs[..] } else { &[] };

@@ -10,12 +10,23 @@
 //! kernel can prevent it: the fewer registers it needs, the lower the next goal. Such a kernel is
 //! listed but passes, if it spills nothing when assembled for one resident block.
 //!
+//! The machine code of each kernel is disassembled by `nvdisasm`: how many instructions of its hottest loop
+//! are matrix products tells whether the matrix units are kept busy.
+//!
+//! `table.txt` holds the figures of the usual kernels. `--check` fails and tells what is different now;
+//! `--update` writes them anew, for the change to be seen where it is reviewed.
+//!
 //! The compiler needs LLVM and is behind the feature `llvm`, which nothing turns on but the audit
 //! itself. What is here without it: the list of kernels, the tools' whereabouts and the report.
 
 pub mod architecture;
+pub mod cubin;
+pub mod flow;
+pub mod nvdisasm;
 pub mod ptxas;
 pub mod report;
+pub mod sass;
+pub mod table;
 pub mod toolchain;
 pub mod variants;
 
@@ -46,11 +57,43 @@ pub struct Audit {
     /// Write the rows of the table to this file.
     #[arg(long, value_name = "FILE")]
     pub json: Option<PathBuf>,
+    /// Fail if the usual kernels are not as in the table under version control, and tell what is
+    /// different.
+    #[arg(long, conflicts_with_all = ["architectures", "full", "kernel", "update"])]
+    pub check: bool,
+    /// Write the table under version control anew.
+    #[arg(long, conflicts_with_all = ["architectures", "full", "kernel"])]
+    pub update: bool,
 }
 
 impl Audit {
     /// The kernels to look at, before [`kernel`](Self::kernel) narrows them.
     pub fn selection(&self) -> Selection {
         if self.full { Selection::Full } else { Selection::Usual }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use clap::{Parser, error::ErrorKind};
+    use rstest::rstest;
+
+    use super::*;
+
+    #[derive(Debug, Parser)]
+    struct Cli {
+        #[command(flatten)]
+        audit: Audit,
+    }
+
+    #[rstest]
+    #[case("--full")]
+    #[case("--kernel=f16")]
+    #[case("--arch=sm_80")]
+    #[case("--update")]
+    fn the_table_is_compared_as_a_whole(#[case] other: &str) {
+        let error = Cli::try_parse_from(["audit", "--check", other]).map(|cli| cli.audit.check);
+        assert_eq!(error.map_err(|error| error.kind()), Err(ErrorKind::ArgumentConflict));
+        assert!(Cli::try_parse_from(["audit", "--check"]).is_ok_and(|cli| cli.audit.check));
     }
 }

@@ -1,5 +1,6 @@
 //! Assembling PTX and reading what `ptxas -v` says about it.
 
+use core::fmt;
 use std::fs;
 use std::path::Path;
 use std::process::Command;
@@ -107,6 +108,16 @@ pub enum Verdict {
     Spilled,
 }
 
+impl fmt::Display for Verdict {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.pad(match self {
+            Self::Clean => "clean",
+            Self::Traded => "traded",
+            Self::Spilled => "spilled",
+        })
+    }
+}
+
 impl Verdict {
     /// Judges a kernel by its usage, and by its usage if the assembler is content with one resident
     /// block.
@@ -140,22 +151,35 @@ fn before(line: &str, what: &str) -> Option<u32> {
     line[start..end].parse().ok()
 }
 
+/// A kernel that has been assembled.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Assembled {
+    /// What it takes.
+    pub usage: Usage,
+    /// The file that `ptxas` writes.
+    pub cubin: Vec<u8>,
+}
+
 /// Assembles a module with one kernel and reads the report.
 ///
 /// # Errors
 ///
 /// If `ptxas` does not run or refuses the module, or if its report is not understood.
-pub fn assemble(ptxas: &Path, ptx: &str, architecture: Architecture) -> Result<Usage, PtxasError> {
+pub fn assemble(
+    ptxas: &Path,
+    ptx: &str,
+    architecture: Architecture,
+) -> Result<Assembled, PtxasError> {
     let io = |path: &Path| {
         let path = path.display().to_string();
         move |error| PtxasError::Io { path, error }
     };
     let folder = tempfile::tempdir().map_err(io(&std::env::temp_dir()))?;
-    let source = folder.path().join("kernel.ptx");
+    let [source, cubin] = ["kernel.ptx", "kernel.cubin"].map(|name| folder.path().join(name));
     fs::write(&source, ptx).map_err(io(&source))?;
     let output = Command::new(ptxas)
         .args(["--verbose", "--gpu-name", &architecture.to_string(), "--output-file"])
-        .arg(folder.path().join("kernel.cubin"))
+        .arg(&cubin)
         .arg(&source)
         .output()
         .map_err(io(ptxas))?;
@@ -165,7 +189,8 @@ pub fn assemble(ptxas: &Path, ptx: &str, architecture: Architecture) -> Result<U
         let reason = reason.or(report.lines().next()).unwrap_or("no reason given");
         return Err(PtxasError::Refused(reason.to_owned()));
     }
-    Usage::parse(&report)
+    let usage = Usage::parse(&report)?;
+    Ok(Assembled { usage, cubin: fs::read(&cubin).map_err(io(&cubin))? })
 }
 
 #[cfg(test)]

@@ -7,6 +7,7 @@ use serde::Serialize;
 
 use crate::architecture::Architecture;
 use crate::ptxas::{Usage, Verdict};
+use crate::sass::HotLoop;
 
 /// One kernel on one architecture.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
@@ -24,8 +25,20 @@ pub struct Row {
     /// What the assembler reports.
     #[serde(flatten)]
     pub usage: Usage,
+    /// What its hottest loop does.
+    #[serde(flatten)]
+    pub hot_loop: HotLoop,
+    /// Blocks that reside on one multiprocessor at a time.
+    pub resident_blocks: u32,
     /// What is to be thought of it.
     pub verdict: Verdict,
+}
+
+impl Row {
+    /// All shared memory of a block, in bytes.
+    pub fn all_shared_memory(&self) -> usize {
+        self.shared_memory + self.usage.static_shared_memory as usize
+    }
 }
 
 /// All kernels.
@@ -81,57 +94,72 @@ impl Report {
         };
         groups.into_iter().map(line).collect()
     }
-}
 
-impl fmt::Display for Report {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        writeln!(f, "{}", table(self.rows.iter()))?;
-        for line in self.summary() {
-            writeln!(f, "{line}")?;
-        }
+    /// The most of each operation, the kernels that spill, and the counts.
+    pub fn brief(&self) -> String {
+        let mut lines = self.summary();
         let [traded, failed] = [Verdict::Traded, Verdict::Spilled];
         for (verdict, title) in [
             (traded, "a few bytes spilled for another resident block, with registers left"),
             (failed, "local memory needed"),
         ] {
             if self.judged(verdict).next().is_some() {
-                writeln!(f, "{title}:\n{}", table(self.judged(verdict)))?;
+                lines.push(format!("{title}:\n{}", table(self.judged(verdict))));
             }
         }
         let [traded, failed] = [traded, failed].map(|verdict| self.judged(verdict).count());
         // The counts stand alone on the last line; scripts read it.
-        write!(
-            f,
+        lines.push(format!(
             "{} kernels, {traded} that spill though registers are left, {failed} that need local memory",
             self.rows.len()
-        )
+        ));
+        lines.join("\n")
+    }
+}
+
+/// All kernels, then what [`Report::brief`] says.
+impl fmt::Display for Report {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}\n{}", table(self.rows.iter()), self.brief())
     }
 }
 
 fn table<'a>(rows: impl Iterator<Item = &'a Row>) -> Table {
-    const NUMBERS: [&str; 7] =
-        ["threads", "registers", "shared", "stack", "stores", "loads", "local"];
+    const NUMBERS: [&str; 12] = [
+        "threads",
+        "registers",
+        "shared",
+        "stack",
+        "stores",
+        "loads",
+        "local",
+        "mma",
+        "ldmatrix",
+        "loop",
+        "share",
+        "blocks",
+    ];
     let mut table = Table::new();
     table.load_preset(presets::NOTHING).set_header(["blueprint", "arch"].iter().chain(&NUMBERS));
     table.add_rows(rows.map(|row| {
         let Usage { registers, stack_frame, spill_stores, spill_loads, local_memory, .. } =
             row.usage;
-        let shared = row.shared_memory + row.usage.static_shared_memory as usize;
-        let numbers = [registers, stack_frame, spill_stores, spill_loads, local_memory];
-        let [registers, stack, stores, loads, local] = numbers.map(|number| number.to_string());
-        let threads = row.threads.to_string();
-        let (blueprint, architecture) = (row.blueprint.clone(), row.architecture.to_string());
-        [
-            blueprint,
-            architecture,
-            threads,
-            registers,
-            shared.to_string(),
-            stack,
-            stores,
-            loads,
-            local,
-        ]
+        let HotLoop { matrix_products, matrix_loads, loop_instructions } = row.hot_loop;
+        let numbers = [
+            row.threads.to_string(),
+            registers.to_string(),
+            row.all_shared_memory().to_string(),
+            stack_frame.to_string(),
+            spill_stores.to_string(),
+            spill_loads.to_string(),
+            local_memory.to_string(),
+            matrix_products.to_string(),
+            matrix_loads.to_string(),
+            loop_instructions.to_string(),
+            format!("{}%", row.hot_loop.share()),
+            row.resident_blocks.to_string(),
+        ];
+        [row.blueprint.clone(), row.architecture.to_string()].into_iter().chain(numbers)
     }));
     for column in table.column_iter_mut().skip(2) {
         column.set_cell_alignment(CellAlignment::Right);
@@ -156,6 +184,8 @@ mod tests {
             threads: 64,
             shared_memory: 27_648,
             usage,
+            hot_loop: HotLoop { matrix_products: 16, matrix_loads: 8, loop_instructions: 96 },
+            resident_blocks: 6,
             verdict,
         }
     }
@@ -198,6 +228,7 @@ mod tests {
         let text = Report::new(vec![clean()]).to_string();
         let summary = "attention_varlen sm_90a: 1 kernels, at most 162 registers and 27648 B of shared memory";
         assert!(text.contains(summary), "{text}");
+        assert!(text.contains("16         8    96    25%       6"), "{text}");
     }
 
     #[test]
@@ -206,5 +237,6 @@ mod tests {
         assert_eq!(json["architecture"], "sm_90a");
         assert_eq!(json["registers"], 162);
         assert_eq!(json["spill_stores"], 0);
+        assert_eq!(json["matrix_products"], 16);
     }
 }

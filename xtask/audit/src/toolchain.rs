@@ -2,6 +2,7 @@
 
 use std::env;
 use std::path::{Path, PathBuf};
+use std::process::Command;
 
 use thiserror::Error;
 
@@ -22,9 +23,17 @@ pub enum ToolchainError {
     CudaPath(PathBuf),
     /// No folder has all files.
     #[error(
-        "ptxas or libdevice is missing; run `cargo xtask provision`, or set CUDA_PATH to a toolkit"
+        "ptxas, nvdisasm or libdevice is missing; run `cargo xtask provision`, or set CUDA_PATH to a toolkit"
     )]
     Cuda,
+    /// A tool does not say which release it is.
+    #[error("{} --version: {reason}; run `cargo xtask provision`", .tool.display())]
+    Version {
+        /// The tool.
+        tool: PathBuf,
+        /// What is wrong.
+        reason: String,
+    },
     /// The system does not say where the user's files go.
     #[error("neither HOME nor {0} is set; set one")]
     Home(&'static str),
@@ -41,7 +50,7 @@ impl Toolkit {
     ///
     /// # Errors
     ///
-    /// If there is none with both `ptxas` and `libdevice`.
+    /// If there is none with `ptxas`, `nvdisasm` and `libdevice`.
     pub fn find() -> Result<Self, ToolchainError> {
         let provisioned =
             user_folder("XDG_CACHE_HOME", ".cache")?.join("burn-vision-attention/cuda");
@@ -67,7 +76,7 @@ impl Toolkit {
 
     fn missing(&self) -> Option<PathBuf> {
         let libdevice = self.root.join("nvvm/libdevice/libdevice.10.bc");
-        [self.ptxas(), libdevice].into_iter().find(|file| !file.is_file())
+        [self.ptxas(), self.nvdisasm(), libdevice].into_iter().find(|file| !file.is_file())
     }
 
     /// The folder, for `CUDA_PATH`.
@@ -79,20 +88,49 @@ impl Toolkit {
     pub fn ptxas(&self) -> PathBuf {
         self.root.join("bin/ptxas")
     }
+
+    /// The disassembler.
+    pub fn nvdisasm(&self) -> PathBuf {
+        self.root.join("bin/nvdisasm")
+    }
 }
 
-/// Checks that LLVM is where `tracel-llvm-bundler` looks, before a build would try to download it.
+/// LLVM where `tracel-llvm-bundler` looks for it, which is checked before a build would try to download
+/// it.
 ///
 /// # Errors
 ///
-/// If it is not, or not completely.
-pub fn check_llvm() -> Result<(), ToolchainError> {
+/// If it is not there, or not completely.
+pub fn llvm() -> Result<PathBuf, ToolchainError> {
     // The path and the mark of the bundler's release 23.1.0-4.
     let llvm = user_folder("XDG_DATA_HOME", ".local/share")?.join("tracel/tracel-llvm-23.1.0-4");
     match llvm.join(".tracel-llvm-installed").exists() {
-        true => Ok(()),
+        true => Ok(llvm),
         false => Err(ToolchainError::Llvm(llvm)),
     }
+}
+
+/// The releases of the tools that decide what a kernel takes, in words.
+///
+/// # Errors
+///
+/// If a tool is missing or does not say.
+pub fn releases(toolkit: &Toolkit) -> Result<String, ToolchainError> {
+    let llvm = version(&llvm()?.join("bin/llvm-config"), |line| Some(line.trim().to_owned()))?;
+    // `Cuda compilation tools, release 13.2, V13.2.78`
+    let ptxas =
+        version(&toolkit.ptxas(), |line| Some(line.split_once(", V")?.1.trim().to_owned()))?;
+    Ok(format!("LLVM {llvm}, ptxas {ptxas}"))
+}
+
+/// What is found in the first line that has it.
+fn version(tool: &Path, find: fn(&str) -> Option<String>) -> Result<String, ToolchainError> {
+    let failed = |reason| ToolchainError::Version { tool: tool.to_owned(), reason };
+    let output = Command::new(tool).arg("--version").output();
+    let output = output.map_err(|error| failed(error.to_string()))?;
+    let text = String::from_utf8_lossy(&output.stdout);
+    let found = text.lines().find_map(find).filter(|found| !found.is_empty());
+    found.ok_or_else(|| failed("no version in its output".to_owned()))
 }
 
 /// The folder that the variable names, or the default one below HOME.
@@ -121,11 +159,11 @@ mod tests {
         folder
     }
 
-    const FILES: [&str; 2] = ["bin/ptxas", "nvvm/libdevice/libdevice.10.bc"];
+    const FILES: [&str; 3] = ["bin/ptxas", "bin/nvdisasm", "nvvm/libdevice/libdevice.10.bc"];
 
     #[test]
     fn the_first_complete_folder_is_taken() {
-        let (half, whole) = (toolkit(&FILES[..1]), toolkit(&FILES));
+        let (half, whole) = (toolkit(&FILES[..2]), toolkit(&FILES));
         let roots = [half.path().to_owned(), whole.path().to_owned()];
         let found = Toolkit::choose(None, roots.into_iter()).unwrap();
         assert_eq!(found.root(), whole.path());
@@ -134,11 +172,19 @@ mod tests {
 
     #[test]
     fn a_named_folder_is_the_only_one_asked() {
-        let (half, whole) = (toolkit(&FILES[..1]), toolkit(&FILES));
+        let (half, whole) = (toolkit(&FILES[..2]), toolkit(&FILES));
         let roots = [whole.path().to_owned()];
         let error = Toolkit::choose(Some(half.path().to_owned()), roots.into_iter()).unwrap_err();
-        assert_eq!(error, ToolchainError::CudaPath(half.path().join(FILES[1])));
+        assert_eq!(error, ToolchainError::CudaPath(half.path().join(FILES[2])));
         assert!(error.to_string().contains("cargo xtask provision"));
+    }
+
+    #[test]
+    fn a_tool_without_a_version_is_named() {
+        let error = version(Path::new("no/such/tool"), |_| None).unwrap_err().to_string();
+        assert!(error.starts_with("no/such/tool --version: "), "{error}");
+        let error = version(Path::new("true"), |_| None).unwrap_err();
+        assert!(error.to_string().contains("no version"), "{error}");
     }
 
     #[test]

@@ -43,13 +43,86 @@ pub struct AttentionGradTensors {
     /// not matter.
     pub stats: TensorBinding,
     /// The gradient buffer, of the problem's element type, in any shape with at least
-    /// [`grads_len`](AttentionGradProblem::grads_len) elements, contiguous. Every element of a
-    /// placement is written, no other is touched.
+    /// [`grads_len`](AttentionGradProblem::grads_len) elements, contiguous. Every element of a wanted
+    /// gradient's placement is written, no other is touched.
     pub grads: TensorBinding,
 }
 
-/// Queues the three launches of one backward pass. Nothing waits for the device nor reads anything
-/// back.
+/// The gradients that are wanted, each with the work list that its pass goes through.
+#[derive(Clone, Copy, Debug)]
+pub enum GradWork<'a> {
+    /// Those of queries, keys and values.
+    All {
+        /// The work list over queries.
+        work_q: &'a DeviceWorkList,
+        /// The work list over keys.
+        work_k: &'a DeviceWorkList,
+    },
+    /// That of the queries.
+    Queries {
+        /// The work list over queries.
+        work_q: &'a DeviceWorkList,
+    },
+    /// Those of keys and values, which one pass computes.
+    KeysValues {
+        /// The work list over keys.
+        work_k: &'a DeviceWorkList,
+    },
+}
+
+impl<'a> GradWork<'a> {
+    fn work_q(self) -> Option<&'a DeviceWorkList> {
+        match self {
+            Self::All { work_q, .. } | Self::Queries { work_q } => Some(work_q),
+            Self::KeysValues { .. } => None,
+        }
+    }
+
+    fn work_k(self) -> Option<&'a DeviceWorkList> {
+        match self {
+            Self::All { work_k, .. } | Self::KeysValues { work_k } => Some(work_k),
+            Self::Queries { .. } => None,
+        }
+    }
+
+    /// Elements that the gradient buffer needs.
+    fn grads_len(self, problem: &AttentionGradProblem) -> usize {
+        let AttentionGradProblem { forward, placements, .. } = problem;
+        let queries = self.work_q().map(|_| [(placements.dq, forward.q.shape)]);
+        let keys_values = self
+            .work_k()
+            .map(|_| [(placements.dk, forward.k.shape), (placements.dv, forward.v.shape)]);
+        let wanted = queries.into_iter().flatten().chain(keys_values.into_iter().flatten());
+        let end = |(placement, shape): (Placement, [usize; 3])| match placement.layout(shape) {
+            layout if layout.is_empty() => 0,
+            layout => placement.offset.saturating_add(layout.span()),
+        };
+        wanted.map(end).max().unwrap_or(0)
+    }
+}
+
+/// Queues the three launches of one backward pass: [`launch_wanted`] for all gradients.
+///
+/// # Errors
+///
+/// As [`launch_wanted`].
+///
+/// # Panics
+///
+/// As [`launch_wanted`].
+pub fn launch(
+    client: &Client,
+    problem: &AttentionGradProblem,
+    blueprint: &AttentionGradBlueprint,
+    work_q: &DeviceWorkList,
+    work_k: &DeviceWorkList,
+    tensors: AttentionGradTensors,
+) -> Result<(), LaunchError> {
+    launch_wanted(client, problem, blueprint, GradWork::All { work_q, work_k }, tensors)
+}
+
+/// Queues the launches of one backward pass that the wanted gradients take: the statistics of the
+/// queries, and a pass for each work list. Nothing waits for the device nor reads anything back.
 ///
 /// `blueprint` comes from [`supports`](super::supports) for this client's device and this problem.
 /// `work_q` is the work list over queries, cut for its
@@ -57,7 +130,10 @@ pub struct AttentionGradTensors {
 /// `WorkList::new(offsets_k, offsets_q, tile_k)`.
 ///
 /// Queries that see no key and keys that no query sees get gradient 0, also where d_lse is not
-/// finite. NaN stays inside its segment. Equal inputs give equal bits.
+/// finite. NaN stays inside its segment. Equal inputs give equal bits, whatever else is wanted.
+///
+/// Gradients that are not wanted are not written, and where they are placed does not matter: the
+/// gradient buffer need not reach that far.
 ///
 /// # Errors
 ///
@@ -68,45 +144,50 @@ pub struct AttentionGradTensors {
 ///
 /// If the blueprint was made for another problem, tensors differ from the problem in shape, strides
 /// or presence, or lse, stats and grads are not contiguous.
-pub fn launch(
+pub fn launch_wanted<'w>(
     client: &Client,
     problem: &AttentionGradProblem,
     blueprint: &AttentionGradBlueprint,
-    work_q: &DeviceWorkList,
-    work_k: &DeviceWorkList,
+    wanted: GradWork<'w>,
     tensors: AttentionGradTensors,
 ) -> Result<(), LaunchError> {
     problem.check();
     assert!(blueprint.serves(problem), "blueprint: made for another problem: {blueprint}");
-    check_work(problem, blueprint, work_q, work_k)?;
-    check_tensors(problem, blueprint.vectors, &tensors)?;
+    check_work(problem, blueprint, wanted)?;
+    check_tensors(problem, blueprint.vectors, wanted.grads_len(problem), &tensors)?;
     let forward = &problem.forward;
     let max_count = client.properties().hardware.max_cube_count;
     let grid = |items: usize, heads: usize| {
         fold_grid((items as u64).saturating_mul(heads as u64), max_count)
     };
+    let pass = |work: Option<&'w DeviceWorkList>, heads| {
+        let work = work.filter(|work| !work.is_empty());
+        work.map(|work| grid(work.tiles, heads).map(|grid| (work, grid))).transpose()
+    };
     let queries = forward.tokens_q().saturating_mul(forward.heads());
     let grid_statistics = grid(queries.div_ceil(blueprint.statistics.1), 1)?;
-    let grid_q = grid(work_q.tiles, forward.heads())?;
-    let grid_k = grid(work_k.tiles, forward.heads_kv())?;
-    if !work_q.is_empty() {
+    let pass_q = pass(wanted.work_q(), forward.heads())?;
+    let pass_k = pass(wanted.work_k(), forward.heads_kv())?;
+    if queries > 0 {
         launch_statistics(client, grid_statistics, blueprint, tensors.clone());
+    }
+    if let Some((work, grid)) = pass_q {
         let launch = match blueprint.engine {
             Engine::Simt => launch_queries::<Simt>,
             Engine::Cmma(_) => launch_queries::<Cmma>,
             Engine::Mma => launch_queries::<Mma<TensorCore>>,
             Engine::EmulatedMma => launch_queries::<Mma<Emulated>>,
         };
-        launch(client, grid_q, problem, blueprint, work_q, tensors.clone());
+        launch(client, grid, problem, blueprint, work, tensors.clone());
     }
-    if !work_k.is_empty() {
+    if let Some((work, grid)) = pass_k {
         let launch = match blueprint.engine {
             Engine::Simt => launch_keys_values::<Simt>,
             Engine::Cmma(_) => launch_keys_values::<Cmma>,
             Engine::Mma => launch_keys_values::<Mma<TensorCore>>,
             Engine::EmulatedMma => launch_keys_values::<Mma<Emulated>>,
         };
-        launch(client, grid_k, problem, blueprint, work_k, tensors);
+        launch(client, grid, problem, blueprint, work, tensors);
     }
     Ok(())
 }
@@ -253,25 +334,30 @@ fn target(placement: Placement) -> TargetLaunch {
 fn check_work(
     problem: &AttentionGradProblem,
     blueprint: &AttentionGradBlueprint,
-    work_q: &DeviceWorkList,
-    work_k: &DeviceWorkList,
+    wanted: GradWork<'_>,
 ) -> Result<(), LaunchError> {
     let (queries, keys) = (problem.forward.tokens_q(), problem.forward.tokens_k());
-    DeviceWorkList::check([
-        ("work_q's tile_q", blueprint.tile_q(), work_q.tile_q),
-        ("work_q's number of query tokens", queries, work_q.tokens_q),
-        ("work_q's number of key tokens", keys, work_q.tokens_k),
-    ])?;
-    DeviceWorkList::check([
-        ("work_k's tile size", blueprint.tile_k(), work_k.tile_q),
-        ("work_k's number of key tokens, its first offsets,", keys, work_k.tokens_q),
-        ("work_k's number of query tokens, its second offsets,", queries, work_k.tokens_k),
-    ])
+    if let Some(work_q) = wanted.work_q() {
+        DeviceWorkList::check([
+            ("work_q's tile_q", blueprint.tile_q(), work_q.tile_q),
+            ("work_q's number of query tokens", queries, work_q.tokens_q),
+            ("work_q's number of key tokens", keys, work_q.tokens_k),
+        ])?;
+    }
+    if let Some(work_k) = wanted.work_k() {
+        DeviceWorkList::check([
+            ("work_k's tile size", blueprint.tile_k(), work_k.tile_q),
+            ("work_k's number of key tokens, its first offsets,", keys, work_k.tokens_q),
+            ("work_k's number of query tokens, its second offsets,", queries, work_k.tokens_k),
+        ])?;
+    }
+    Ok(())
 }
 
 fn check_tensors(
     problem: &AttentionGradProblem,
     [vector_q, vector_k, vector_v, vector_out, vector_d_out]: [usize; 5],
+    required: usize,
     tensors: &AttentionGradTensors,
 ) -> Result<(), LaunchError> {
     let forward = &problem.forward;
@@ -300,7 +386,7 @@ fn check_tensors(
     }
     let shape = tensors.grads.shape.to_vec();
     check_contiguous("grads", &tensors.grads, &shape);
-    let (elements, required) = (shape.iter().product::<usize>(), problem.grads_len());
+    let elements = shape.iter().product::<usize>();
     assert!(elements >= required, "grads: expected at least {required} elements, got {elements}");
     check_buffer("grads", &tensors.grads, elements, VECTOR, size)
 }

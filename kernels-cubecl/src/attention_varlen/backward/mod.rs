@@ -20,8 +20,6 @@ mod launch;
 mod problem;
 mod tiling;
 
-pub use blueprint::{
-    AttentionGradBlueprint, GradPass, candidates, supports, supports_engine,
-};
-pub use launch::{AttentionGradTensors, kernel, launch};
+pub use blueprint::{AttentionGradBlueprint, GradPass, candidates, supports, supports_engine};
+pub use launch::{AttentionGradTensors, GradWork, kernel, launch, launch_wanted};
 pub use problem::{AttentionGradProblem, GradPlacements, Placement};

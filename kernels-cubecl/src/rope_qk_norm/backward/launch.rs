@@ -30,7 +30,8 @@ pub struct NormGradients {
     pub x: TensorBinding,
     /// Weight of each group.
     pub weights: Vec<TensorBinding>,
-    /// Gradient of each group's weight. Every element is written.
+    /// Gradient of each group's weight, every element of which is written; none at all where weights
+    /// are not trained, which saves a launch.
     pub d_weights: Vec<TensorBinding>,
 }
 
@@ -50,8 +51,8 @@ pub struct RopeQkNormBackwardTensors {
     pub dx: TensorBinding,
 }
 
-/// Queues the gradient of the fused norm and rotation: one launch, and a second, tiny one if there is
-/// a norm. Neither waits for the device nor reads anything back.
+/// Queues the gradient of the fused norm and rotation: one launch, and a second, tiny one if gradients
+/// of weights are wanted. Neither waits for the device nor reads anything back.
 ///
 /// # Errors
 ///
@@ -199,7 +200,9 @@ impl Call<'_> {
                 );
             }
         }
-        reduction.launch(self.client, self.problem.head_dim, self.cubes);
+        if !reduction.d_weights.is_empty() {
+            reduction.launch(self.client, self.problem.head_dim, self.cubes);
+        }
         Ok(())
     }
 
@@ -234,7 +237,7 @@ struct Reduction {
 impl Reduction {
     fn launch(self, client: &Client, head_dim: usize, [parts_q, parts_k]: [u64; 2]) {
         let mut d_weights = self.d_weights.into_iter().map(TensorBinding::into_buffer_arg);
-        let d_weight_q = d_weights.next().expect("as many gradients as groups, so at least one");
+        let d_weight_q = d_weights.next().expect("not launched without gradients");
         // SAFETY: there is a row of sums for each part, and the kernel leaves out columns beyond
         // the last one.
         unsafe {
@@ -282,10 +285,17 @@ fn check_tensors(
     if let (Some(tensors), Some(norm)) = (&tensors.norm, problem.norm) {
         check("norm.x", &tensors.x, problem.x)?;
         let size = norm.weight_dtype.size();
-        for (argument, list, vector) in
-            [("norm.weights", &tensors.weights, vector), ("norm.d_weights", &tensors.d_weights, 1)]
-        {
-            assert_eq!(list.len(), problem.groups(), "{argument}: expected one per group of heads");
+        for (argument, list, vector, optional) in [
+            ("norm.weights", &tensors.weights, vector, false),
+            ("norm.d_weights", &tensors.d_weights, 1, true),
+        ] {
+            let none = optional && list.is_empty();
+            assert!(
+                none || list.len() == problem.groups(),
+                "{argument}: expected one per group of heads, of which there are {}, got {}",
+                problem.groups(),
+                list.len()
+            );
             for binding in list {
                 check_weight(argument, binding, problem.head_dim, vector, size)?;
             }

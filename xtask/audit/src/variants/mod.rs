@@ -1,6 +1,16 @@
 //! The kernels that a blueprint can choose.
 //!
-//! Each operation has a file that lists its kernels. A new one is added there and in `LISTS`.
+//! Each operation has a file with functions that list its kernels, which stand in `LISTS`:
+//!
+//! 1. A function makes the problems that a [`Selection`] asks for, and for each the blueprint by the
+//!    operation's own `supports`. A choice that `supports` makes for the device, such as matrix units
+//!    on one architecture and not on another, needs no more than that: the properties are those of the
+//!    architecture. One that the caller makes is made here, for every value that it can have.
+//! 2. A [`Variant`] has the blueprint in words, which have to differ wherever kernels do, for kernels
+//!    of the same words are listed once; and the kernel by the operation's `kernel`.
+//! 3. `tests.rs` counts the kernels by hand: what two blueprints have in common is found there.
+//! 4. `cargo xtask audit --kernel TEXT` shows the new ones, `cargo xtask audit --update` writes them to
+//!    the table. Matrix units are used where `mma` is not 0, and kept busy as far as `share` goes.
 
 mod attention_varlen;
 mod rope_qk_norm;

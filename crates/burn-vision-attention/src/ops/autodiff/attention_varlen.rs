@@ -26,16 +26,22 @@ struct Saved<B: PackedAttentionBackend> {
 }
 
 impl<B: PackedAttentionBackend> Saved<B> {
-    fn gradients(
+    /// Computes the gradients of those parents that are tracked, and adds them to theirs.
+    fn register(
         self,
         checkpointer: &mut Checkpointer,
-        d_out: FloatTensor<B>,
-        d_lse: LseGradient<B>,
-        wanted: Wanted,
-    ) -> AttentionGradients<B> {
+        grads: &mut Gradients,
+        (d_out, d_lse): (FloatTensor<B>, LseGradient<B>),
+        parents: [Option<NodeId>; 3],
+    ) {
+        let wanted = match &parents {
+            [Some(_), None, None] => Wanted::Query,
+            [None, _, _] => Wanted::KeyValue,
+            _ => Wanted::All,
+        };
         let [q, k, v] = self.inputs.map(|id| checkpointer.retrieve_node_output(id));
         let [segments_q, segments_k] = self.segments;
-        B::packed_attention_backward(
+        let computed = B::packed_attention_backward(
             q,
             k,
             v,
@@ -47,7 +53,17 @@ impl<B: PackedAttentionBackend> Saved<B> {
             segments_k,
             self.options,
             wanted,
-        )
+        );
+        let gradients = match computed {
+            AttentionGradients::All { q, k, v } => [Some(q), Some(k), Some(v)],
+            AttentionGradients::Query { q } => [Some(q), None, None],
+            AttentionGradients::KeyValue { k, v } => [None, Some(k), Some(v)],
+        };
+        for (node, gradient) in parents.into_iter().zip(gradients) {
+            if let (Some(node), Some(gradient)) = (node, gradient) {
+                grads.register::<B>(node, gradient);
+            }
+        }
     }
 }
 
@@ -95,23 +111,12 @@ impl<B: PackedAttentionBackend> Backward<B, 3> for OutStep {
         checkpointer: &mut Checkpointer,
     ) {
         let d_out = grads.consume::<B>(&ops.node);
-        let [q, k, v] = ops.parents;
-        let wanted = match (&q, &k, &v) {
-            (Some(_), None, None) => Wanted::Query,
-            (None, _, _) => Wanted::KeyValue,
-            _ => Wanted::All,
-        };
-        let computed = ops.state.gradients(checkpointer, d_out, LseGradient::Absent, wanted);
-        let (d_q, d_k, d_v) = match computed {
-            AttentionGradients::All { q, k, v } => (Some(q), Some(k), Some(v)),
-            AttentionGradients::Query { q } => (Some(q), None, None),
-            AttentionGradients::KeyValue { k, v } => (None, Some(k), Some(v)),
-        };
-        for (node, gradient) in [(q, d_q), (k, d_k), (v, d_v)] {
-            if let (Some(node), Some(gradient)) = (node, gradient) {
-                grads.register::<B>(node.id, gradient);
-            }
-        }
+        ops.state.register(
+            checkpointer,
+            grads,
+            (d_out, LseGradient::Absent),
+            ops.parents.map(|node| node.map(|node| node.id)),
+        );
     }
 }
 
@@ -130,14 +135,11 @@ impl<B: PackedAttentionBackend> Backward<B, 3> for LseStep {
         let d_lse = LseGradient::Present { d_lse: grads.consume::<B>(&ops.node) };
         let out = &ops.state.out;
         let d_out = B::float_zeros(out.shape(), &out.device(), out.dtype().into());
-        let computed = ops.state.gradients(checkpointer, d_out, d_lse, Wanted::All);
-        let AttentionGradients::All { q, k, v } = computed else {
-            unreachable!("all gradients were wanted")
-        };
-        for (node, gradient) in ops.parents.into_iter().zip([q, k, v]) {
-            if let Some(node) = node {
-                grads.register::<B>(node.id, gradient);
-            }
-        }
+        ops.state.register(
+            checkpointer,
+            grads,
+            (d_out, d_lse),
+            ops.parents.map(|node| node.map(|node| node.id)),
+        );
     }
 }

@@ -9,7 +9,7 @@ use burn_cubecl::kernel::{into_contiguous, untile};
 use burn_cubecl::tensor::CubeTensor;
 use cubecl::client::Client;
 use kernels_cubecl::attention_varlen::backward::{
-    self, AttentionGradProblem, AttentionGradTensors, GradPlacements, Placement,
+    self, AttentionGradProblem, AttentionGradTensors, GradPlacements, GradWork, Placement,
 };
 use kernels_cubecl::attention_varlen::{self as kernel, AttentionProblem, AttentionTensors};
 use kernels_cubecl::{DeviceWorkList, LaunchError, TensorLayout, WorkList};
@@ -88,10 +88,10 @@ pub(super) fn backward(
     let layouts = tensors.each_ref().map(layout);
     let dtype = tensors[0].dtype;
     let forward = problem(layouts, dtype, options);
-    let placements = GradPlacements::separate(&forward);
-    let grads = empty_like(&tensors[0], [placements.len(&forward)], dtype);
+    let (placements, elements) = placements(&forward, wanted);
+    let grads = empty_like(&tensors[0], [elements], dtype);
     let problem = AttentionGradProblem { placements, ..AttentionGradProblem::new(forward) };
-    launch_backward(problem, tensors, upstream, d_lse, segments, &grads);
+    launch_backward(problem, tensors, upstream, d_lse, segments, (&grads, wanted));
     let part = |placement: Placement, shape: [usize; 3]| {
         if shape.contains(&0) {
             return empty_like(&grads, shape, dtype);
@@ -108,6 +108,22 @@ pub(super) fn backward(
         Wanted::Query => AttentionGradients::Query { q: part(placements.dq, q) },
         Wanted::KeyValue => {
             AttentionGradients::KeyValue { k: part(placements.dk, k), v: part(placements.dv, v) }
+        }
+    }
+}
+
+/// Where gradients go in a buffer of that many elements, which has no room for unwanted ones.
+fn placements(forward: &AttentionProblem, wanted: Wanted) -> (GradPlacements, usize) {
+    let mut placements = GradPlacements::separate(forward);
+    let all = placements.len(forward);
+    match wanted {
+        Wanted::All => (placements, all),
+        Wanted::Query => (placements, forward.q.shape.iter().product()),
+        Wanted::KeyValue => {
+            let start = placements.dk.offset;
+            placements.dk.offset -= start;
+            placements.dv.offset -= start;
+            (placements, all.saturating_sub(start))
         }
     }
 }
@@ -129,7 +145,8 @@ pub(super) fn backward_packed(
     let placements = GradPlacements::packed(&forward);
     let problem = AttentionGradProblem { placements, ..AttentionGradProblem::new(forward) };
     let segments = [segments, segments];
-    launch_backward(problem, tensors, upstream, LseGradient::Absent, segments, d_qkv);
+    let target = (d_qkv, Wanted::All);
+    launch_backward(problem, tensors, upstream, LseGradient::Absent, segments, target);
 }
 
 fn launch_backward(
@@ -138,7 +155,7 @@ fn launch_backward(
     [out, lse, d_out]: [CubeTensor; 3],
     d_lse: LseGradient<CubeBackend>,
     [segments_q, segments_k]: [&Segments; 2],
-    grads: &CubeTensor,
+    (grads, wanted): (&CubeTensor, Wanted),
 ) {
     let [q, k, v] = tensors;
     let (out, d_out) = (untile(out), untile(d_out));
@@ -163,10 +180,16 @@ fn launch_backward(
     };
     let launch = || -> Result<(), LaunchError> {
         let blueprint = backward::supports(client.properties(), &problem)?;
-        let (tile_q, tile_k) = (blueprint.tile_q(), blueprint.tile_k());
-        let work_q = work_list(&client, &device, segments_q, segments_k, tile_q);
-        let work_k = work_list(&client, &device, segments_k, segments_q, tile_k);
-        backward::launch(&client, &problem, &blueprint, &work_q.list, &work_k.list, tensors)
+        let work_q = || work_list(&client, &device, segments_q, segments_k, blueprint.tile_q());
+        let work_k = || work_list(&client, &device, segments_k, segments_q, blueprint.tile_k());
+        let launch = |work: GradWork<'_>| {
+            backward::launch_wanted(&client, &problem, &blueprint, work, tensors)
+        };
+        match wanted {
+            Wanted::All => launch(GradWork::All { work_q: &work_q().list, work_k: &work_k().list }),
+            Wanted::Query => launch(GradWork::Queries { work_q: &work_q().list }),
+            Wanted::KeyValue => launch(GradWork::KeysValues { work_k: &work_k().list }),
+        }
     };
     launch().unwrap_or_else(|error| panic!("attention_varlen, backward pass: {error}"));
 }
