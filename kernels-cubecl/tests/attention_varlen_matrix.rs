@@ -11,7 +11,7 @@ mod common;
 use attention::{Case, pairs, permuted, segments};
 use common::{F16, client};
 use cubecl::client::Client;
-use kernels_cubecl::{Engine, TensorLayout, attention_varlen::supports_engine};
+use kernels_cubecl::{Engine, TensorLayout, attention_varlen::{candidates_on, supports_engine}};
 use rstest::rstest;
 
 /// The engines to test.
@@ -162,4 +162,26 @@ fn gradients_with_all_options(#[values(Units::Emulated, Units::Cooperative)] uni
     case.value_dim = 40;
     let Some(case) = on(&client, units, case) else { return };
     attention_grad::check(&client, &case, true, 6);
+}
+
+/// Every tiling of an engine is right, also while it is measured against the others.
+#[rstest]
+fn tilings(#[values(Units::Emulated, Units::Cooperative)] units: Units) {
+    let Some(client) = client() else { return };
+    let Some(case) = on(&client, units, Case::new(32, &[70, 0, 33])) else { return };
+    let layouts = case.shapes().map(TensorLayout::contiguous);
+    let mut properties = client.properties().clone();
+    properties.hardware.max_shared_memory_size = 32 * 1024;
+    let engine = case.engine.unwrap();
+    let blueprints = candidates_on(&properties, &case.problem(layouts), engine).unwrap();
+    assert!(blueprints.len() > 1, "{blueprints:?}");
+    let inputs = case.inputs(8);
+    for blueprint in &blueprints {
+        let outputs = case.run_fastest(&client, &inputs, layouts, &[*blueprint]);
+        case.compare(&client, &inputs, outputs);
+    }
+    for _ in 0..2 {
+        let outputs = case.run_fastest(&client, &inputs, layouts, &blueprints);
+        case.compare(&client, &inputs, outputs);
+    }
 }

@@ -7,7 +7,7 @@ use cubecl::ir::{AddressType, DeviceProperties, ElemType};
 use super::{
     kernel::ScoreOptions,
     problem::{AttentionProblem, HEAD_DIMS},
-    tiling::{cmma_shapes, matrix_shapes, simt_shape},
+    tiling::{cmma_shapes, matrix_shapes, simt_shape, tiling_name},
 };
 use crate::{
     TensorLayout, Unsupported,
@@ -60,6 +60,18 @@ impl AttentionBlueprint {
     /// Bytes of shared memory of one cube.
     pub fn shared_memory(&self) -> usize {
         self.engine.shared_memory(self.shape)
+    }
+
+    /// What tells it apart from the other candidates for a problem.
+    pub(super) fn tiling(&self) -> String {
+        tiling_name(self.shape.q_rows, self.shape.k_rows, self.shape.units())
+    }
+
+    /// What it has in common with them.
+    pub(super) fn kind(&self) -> String {
+        let TileShape { head_dim, value_dim, .. } = self.shape;
+        let Self { engine, dtype, options, .. } = self;
+        format!("{engine} {dtype} {head_dim}/{value_dim}{options}")
     }
 
     /// Elements of the widest vector that q, k and v are read by.
@@ -166,6 +178,23 @@ pub fn candidates(
     let fast: Vec<_> =
         Engine::best(properties, problem.dtype).filter_map(|engine| of(engine).ok()).flatten().collect();
     if fast.is_empty() { of(Engine::Simt) } else { Ok(fast) }
+}
+
+/// As [`candidates`], on this engine alone.
+///
+/// # Errors
+///
+/// As [`supports_engine`].
+///
+/// # Panics
+///
+/// As [`supports`].
+pub fn candidates_on(
+    properties: &DeviceProperties,
+    problem: &AttentionProblem,
+    engine: Engine,
+) -> Result<Vec<AttentionBlueprint>, Unsupported> {
+    engine_blueprints(properties, problem, engine)
 }
 
 /// As [`supports`], on this engine alone.

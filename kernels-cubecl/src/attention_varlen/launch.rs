@@ -54,16 +54,10 @@ pub fn launch(
     work: &DeviceWorkList,
     tensors: AttentionTensors,
 ) -> Result<(), LaunchError> {
-    problem.check();
-    assert!(blueprint.serves(problem), "blueprint: made for another problem: {blueprint}");
-    check_work(problem, work, blueprint.tile_q())?;
-    check_tensors(problem, blueprint.vectors, &tensors)?;
+    let grid = check(client, problem, blueprint, work, &tensors)?;
     if work.is_empty() {
         return Ok(());
     }
-    let heads = problem.heads();
-    let cubes = (work.tiles as u64).saturating_mul(heads as u64);
-    let grid = fold_grid(cubes, client.properties().hardware.max_cube_count)?;
     match blueprint.engine {
         Engine::Simt => run::<Simt>(client, grid, problem, blueprint, work, tensors),
         Engine::Cmma(_) => run::<Cmma>(client, grid, problem, blueprint, work, tensors),
@@ -73,6 +67,22 @@ pub fn launch(
         }
     }
     Ok(())
+}
+
+/// The grid of a launch, if nothing is wrong with it.
+pub(super) fn check(
+    client: &Client,
+    problem: &AttentionProblem,
+    blueprint: &AttentionBlueprint,
+    work: &DeviceWorkList,
+    tensors: &AttentionTensors,
+) -> Result<CubeCount, LaunchError> {
+    problem.check();
+    assert!(blueprint.serves(problem), "blueprint: made for another problem: {blueprint}");
+    check_work(problem, work, blueprint.tile_q())?;
+    check_tensors(problem, blueprint.vectors, tensors)?;
+    let cubes = (work.tiles as u64).saturating_mul(problem.heads() as u64);
+    Ok(fold_grid(cubes, client.properties().hardware.max_cube_count)?)
 }
 
 fn run<T: TileAlgebra>(

@@ -11,7 +11,11 @@ mod kernel;
 mod launch;
 mod problem;
 mod tiling;
+mod tune;
 
-pub use blueprint::{AttentionBlueprint, candidates, supports, supports_engine};
+pub use blueprint::{
+    AttentionBlueprint, candidates, candidates_on, supports, supports_engine,
+};
 pub use launch::{AttentionTensors, kernel, launch};
 pub use problem::{AttentionProblem, HEAD_DIMS};
+pub use tune::{CutWork, launch_fastest};

@@ -96,6 +96,22 @@ const CMMA_TILES: [(usize, usize, usize, usize); 4] =
 /// Shared memory that a cube on cooperative matrices may use, in bytes.
 const CMMA_MEMORY_BUDGET: usize = 64 * 1024;
 
+/// The name of every tiling that is a matter of measurement, [`tiling_name`] of some shape.
+pub(super) fn tilings() -> impl Iterator<Item = String> {
+    let matrix = MATRIX_TILES
+        .map(|(planes, row_tiles, keys)| tiling_name(16 * row_tiles * planes, keys, planes * LANES));
+    let cmma = CMMA_TILES.map(|(x, y, rows, keys)| tiling_name(rows * y, keys * x, x * y));
+    let mut names: Vec<_> = matrix.into_iter().chain(cmma).collect();
+    names.sort();
+    names.dedup();
+    names.into_iter()
+}
+
+/// What tells tilings of one engine apart.
+pub(super) fn tiling_name(q_rows: usize, k_rows: usize, units: usize) -> String {
+    format!("{q_rows}x{k_rows} by {units}")
+}
+
 /// The sensible tiles on cooperative matrices, the likeliest first.
 pub(super) fn cmma_shapes(
     properties: &DeviceProperties,

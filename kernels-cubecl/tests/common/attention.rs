@@ -1,14 +1,16 @@
 //! Attention in plain Rust, and one kernel run compared with it.
 #![allow(dead_code, clippy::unwrap_used)]
 
+use std::sync::Arc;
+
 use cubecl::{
     client::Client,
     ir::{DeviceProperties, ElemType},
 };
 use kernels_cubecl::{
-    AttentionProblem, AttentionTensors, TensorLayout, Unsupported, WorkList,
+    AttentionBlueprint, AttentionProblem, AttentionTensors, TensorLayout, Unsupported, WorkList,
     Engine,
-    attention_varlen::{launch, supports, supports_engine},
+    attention_varlen::{launch, launch_fastest, supports, supports_engine},
 };
 
 use super::common::{F32, Output, Random, max_error, round, upload};
@@ -200,6 +202,29 @@ impl Case {
         (out, lse)
     }
 
+    /// As [`run`](Self::run), with the fastest of several blueprints.
+    pub fn run_fastest(
+        &self,
+        client: &Client,
+        inputs: &[Vec<f64>; 3],
+        layouts: [TensorLayout; 3],
+        blueprints: &[AttentionBlueprint],
+    ) -> (Output, Output) {
+        let problem = self.problem(layouts);
+        let (lengths_q, lengths_k) = (cumulative(&self.lengths_q), cumulative(&self.lengths_k));
+        let segments = self.lengths_q.len();
+        let device = client.clone();
+        let cut = Arc::new(move |tile_q| {
+            WorkList::new(&lengths_q, &lengths_k, tile_q).unwrap().upload(&device)
+        });
+        let out = Output::new(client, self.dtype, &problem.out_shape());
+        let lse = Output::new(client, F32, &problem.lse_shape());
+        let [q, k, v] = [0, 1, 2].map(|i| upload(client, self.dtype, &inputs[i], layouts[i]));
+        let tensors = AttentionTensors { q, k, v, out: out.binding(), lse: lse.binding() };
+        launch_fastest(client, &problem, blueprints, segments, cut, tensors).unwrap();
+        (out, lse)
+    }
+
     /// Runs on contiguous inputs and compares by flash-attention's rule.
     pub fn check(&self, client: &Client, seed: u64) {
         self.check_layouts(client, seed, self.shapes().map(TensorLayout::contiguous));
@@ -209,9 +234,14 @@ impl Case {
     /// that of a plain implementation in the element type, plus two roundings; lse within 2e-4.
     pub fn check_layouts(&self, client: &Client, seed: u64, layouts: [TensorLayout; 3]) {
         let inputs = self.inputs(seed);
-        let (out, lse) = self.run(client, &inputs, layouts);
-        let (expected, expected_lse) = self.reference(&inputs, false);
-        let (plain, _) = self.reference(&inputs, true);
+        let outputs = self.run(client, &inputs, layouts);
+        self.compare(client, &inputs, outputs);
+    }
+
+    /// Compares what a run on these inputs wrote; see [`check_layouts`](Self::check_layouts).
+    pub fn compare(&self, client: &Client, inputs: &[Vec<f64>; 3], (out, lse): (Output, Output)) {
+        let (expected, expected_lse) = self.reference(inputs, false);
+        let (plain, _) = self.reference(inputs, true);
         let error = max_error(&out.read(client), &expected);
         let r = |x: f64| round(self.dtype, x);
         let rounding =
