@@ -11,7 +11,10 @@ mod common;
 use attention::{Case, pairs, permuted, segments};
 use common::{F16, client};
 use cubecl::client::Client;
-use kernels_cubecl::{Engine, TensorLayout, attention_varlen::{candidates_on, supports_engine}};
+use kernels_cubecl::{
+    Engine, TensorLayout,
+    attention_varlen::{candidates_on, supports_engine},
+};
 use rstest::rstest;
 
 /// The engines to test.
@@ -136,7 +139,9 @@ fn nan_stays_in_its_segment(#[values(Units::Emulated, Units::Cooperative)] units
         let clean = case.run(&client, &inputs, layouts).0.read(&client);
         inputs[poisoned][60 * width + 5] = f64::NAN;
         let out = case.run(&client, &inputs, layouts).0.read(&client);
-        assert!(out[..40 * width] == clean[..40 * width] && out[75 * width..] == clean[75 * width..]);
+        assert!(
+            out[..40 * width] == clean[..40 * width] && out[75 * width..] == clean[75 * width..]
+        );
         assert!(out[40 * width..75 * width].iter().any(|x| x.is_nan()));
     }
 }

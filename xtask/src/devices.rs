@@ -5,7 +5,7 @@ use std::process::ExitCode;
 
 use burn::tensor::DType;
 use burn_vision_attention::{
-    AttentionImplementation, KernelRequirements, resolve_attn_implementation,
+    AttentionImplementation, KernelRequirements, describe_attn_kernel, resolve_attn_implementation,
 };
 use clap::Args;
 use vision_attention_tests::devices::devices;
@@ -51,6 +51,9 @@ impl Devices {
                         self.eager_fallback,
                     );
                     println!("    {requested:<18} -> {resolution}");
+                }
+                if let Ok(kernel) = describe_attn_kernel(&device.device, &requirements) {
+                    println!("    kernel: {kernel}");
                 }
             }
         }

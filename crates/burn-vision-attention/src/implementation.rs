@@ -8,7 +8,7 @@ use serde::{Deserialize, Serialize};
 use thiserror::Error;
 
 use crate::Segments;
-use crate::ops::attention_varlen::kernel_support;
+use crate::ops::attention_varlen::{describe_kernel, kernel_support};
 use crate::report::warn_once;
 
 /// How attention over a packed sequence is computed. All five give the same result.
@@ -158,6 +158,30 @@ pub fn resolve_attn_implementation(
         implementation = next;
     }
     Resolution { requested, implementation, fallbacks }
+}
+
+/// The kernel that `flash_attention_2` runs on a device for such tensors, in words: the engine that
+/// multiplies, its tiles and the shared memory that they take.
+///
+/// # Errors
+///
+/// The property that is missing, in words, where no kernel can run.
+///
+/// ```
+/// use burn::tensor::{DType, Device};
+/// use burn_vision_attention::{KernelRequirements, describe_attn_kernel};
+///
+/// let requirements = KernelRequirements { dtype: DType::F32, head_dim: 64, value_dim: 64 };
+/// match describe_attn_kernel(&Device::flex(), &requirements) {
+///     Ok(kernel) => println!("runs {kernel}"),
+///     Err(reason) => println!("no kernel: {reason}"),
+/// }
+/// ```
+pub fn describe_attn_kernel(
+    device: &Device,
+    requirements: &KernelRequirements,
+) -> Result<String, String> {
+    describe_kernel(device, requirements)
 }
 
 const fn is_kernel(implementation: AttentionImplementation) -> bool {

@@ -49,7 +49,8 @@ pub use attention::{
 pub use builder::{AttentionOverrides, build_vision_attention};
 pub use implementation::{
     AttentionImplementation, Fallback, KernelRequirements, Resolution, UnknownImplementation,
-    attn_uses_seqlens, prepare_seqlens_for_attention, resolve_attn_implementation,
+    attn_uses_seqlens, describe_attn_kernel, prepare_seqlens_for_attention,
+    resolve_attn_implementation,
 };
 pub use norm::{VisionRmsNorm, VisionRmsNormConfig};
 pub use ops::attention_varlen::{

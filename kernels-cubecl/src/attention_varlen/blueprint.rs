@@ -175,8 +175,10 @@ pub fn candidates(
     problem: &AttentionProblem,
 ) -> Result<Vec<AttentionBlueprint>, Unsupported> {
     let of = |engine| engine_blueprints(properties, problem, engine);
-    let fast: Vec<_> =
-        Engine::best(properties, problem.dtype).filter_map(|engine| of(engine).ok()).flatten().collect();
+    let fast: Vec<_> = Engine::best(properties, problem.dtype)
+        .filter_map(|engine| of(engine).ok())
+        .flatten()
+        .collect();
     if fast.is_empty() { of(Engine::Simt) } else { Ok(fast) }
 }
 

@@ -13,9 +13,7 @@ mod problem;
 mod tiling;
 mod tune;
 
-pub use blueprint::{
-    AttentionBlueprint, candidates, candidates_on, supports, supports_engine,
-};
+pub use blueprint::{AttentionBlueprint, candidates, candidates_on, supports, supports_engine};
 pub use launch::{AttentionTensors, kernel, launch};
 pub use problem::{AttentionProblem, HEAD_DIMS};
 pub use tune::{CutWork, launch_fastest};

@@ -98,8 +98,9 @@ const CMMA_MEMORY_BUDGET: usize = 64 * 1024;
 
 /// The name of every tiling that is a matter of measurement, [`tiling_name`] of some shape.
 pub(super) fn tilings() -> impl Iterator<Item = String> {
-    let matrix = MATRIX_TILES
-        .map(|(planes, row_tiles, keys)| tiling_name(16 * row_tiles * planes, keys, planes * LANES));
+    let matrix = MATRIX_TILES.map(|(planes, row_tiles, keys)| {
+        tiling_name(16 * row_tiles * planes, keys, planes * LANES)
+    });
     let cmma = CMMA_TILES.map(|(x, y, rows, keys)| tiling_name(rows * y, keys * x, x * y));
     let mut names: Vec<_> = matrix.into_iter().chain(cmma).collect();
     names.sort();

@@ -21,7 +21,9 @@ pub(crate) use cmma::{
 pub(crate) use global::{dot, read_vector};
 pub use gradient::{Axis, F2, GradientAlgebra, GradientShape, Product};
 pub use mma::{Emulated, MatrixTile, Mma, TensorCore};
-pub(crate) use mma::{LANES, gradient_memory as mma_gradient_memory, shared_memory as mma_shared_memory};
+pub(crate) use mma::{
+    LANES, gradient_memory as mma_gradient_memory, shared_memory as mma_shared_memory,
+};
 pub use simt::Simt;
 
 use cubecl::prelude::*;

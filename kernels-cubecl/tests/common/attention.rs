@@ -8,8 +8,8 @@ use cubecl::{
     ir::{DeviceProperties, ElemType},
 };
 use kernels_cubecl::{
-    AttentionBlueprint, AttentionProblem, AttentionTensors, TensorLayout, Unsupported, WorkList,
-    Engine,
+    AttentionBlueprint, AttentionProblem, AttentionTensors, Engine, TensorLayout, Unsupported,
+    WorkList,
     attention_varlen::{launch, launch_fastest, supports, supports_engine},
 };
 

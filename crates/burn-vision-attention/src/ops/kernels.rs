@@ -30,6 +30,27 @@ pub(crate) fn supports_attention(
     }
 }
 
+/// The kernel for contiguous tensors of these shapes, in words, or which property is missing.
+pub(crate) fn describe_attention(
+    device: &Device,
+    dtype: DType,
+    shapes: [[usize; 3]; 3],
+    options: &AttentionOptions,
+) -> Result<String, String> {
+    supports_attention(device, dtype, shapes, options)?;
+    let device = beneath(device)?;
+    match device.as_dispatch() {
+        #[cfg(feature = "cube")]
+        DispatchDevice::Cube(cube) => super::cube::describe_attention(cube, dtype, shapes, options),
+        #[cfg(feature = "flex")]
+        DispatchDevice::Flex(_) => {
+            Ok(format!("attention_varlen on the CPU, {:?}", kernels_cpu::InstructionSet::current()))
+        }
+        #[allow(unreachable_patterns)] // where every backend of the build is listed above
+        _ => Err(format!("{} has no kernel for it", device_name(&device))),
+    }
+}
+
 /// As [`supports_attention`], for the norm and rotation of q and k.
 pub(crate) fn supports_rope_qk_norm(
     device: &Device,

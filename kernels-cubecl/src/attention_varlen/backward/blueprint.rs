@@ -5,10 +5,7 @@ use core::fmt;
 use cubecl::ir::{AddressType, DeviceProperties, ElemType};
 
 use super::{
-    super::{
-        blueprint::check_problem,
-        kernel::ScoreOptions,
-    },
+    super::{blueprint::check_problem, kernel::ScoreOptions},
     problem::AttentionGradProblem,
     tiling::{cmma_shapes, matrix_shapes, simt_shape, statistics},
 };

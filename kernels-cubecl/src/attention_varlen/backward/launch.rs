@@ -15,8 +15,8 @@ use super::{
 use crate::{
     DeviceWorkList, LaunchError,
     device::{buffer_arg, tensor_arg},
-    layout::{VECTOR, check_binding, check_buffer},
     engine::Engine,
+    layout::{VECTOR, check_binding, check_buffer},
     tile::{Cmma, Emulated, GradientAlgebra, Mma, Simt, TensorCore},
     work_list::{TILE_WORDS, fold_grid},
 };

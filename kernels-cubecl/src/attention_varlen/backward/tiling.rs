@@ -170,7 +170,10 @@ pub(super) fn matrix_shapes(
     let fits = |&(_, columns): &(usize, usize)| registers(columns) <= limit;
     let shapes: Vec<_> = MATRIX_TILES.into_iter().filter(fits).map(shape).collect();
     if shapes.is_empty() {
-        return Err(Unsupported::Engine { engine, missing: "head_dims of q and v that together do not pass 256 in the backward pass" });
+        return Err(Unsupported::Engine {
+            engine,
+            missing: "head_dims of q and v that together do not pass 256 in the backward pass",
+        });
     }
     let memory = |&shape: &GradientShape| engine.gradient_memory(shape);
     let fitting: Vec<_> =

@@ -218,11 +218,7 @@ impl TileAlgebra for Cmma {
         read(&workspace.products, scores, scale, target.pitch, comptime!(shape.grid()));
     }
 
-    fn mma_ab(
-        workspace: &mut CmmaWorkspace,
-        output: &mut Array<F4>,
-        #[comptime] shape: TileShape,
-    ) {
+    fn mma_ab(workspace: &mut CmmaWorkspace, output: &mut Array<F4>, #[comptime] shape: TileShape) {
         let matrix = comptime!(matrix(shape));
         let target = comptime!(Target {
             rows: shape.q_rows,

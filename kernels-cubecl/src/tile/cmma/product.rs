@@ -160,8 +160,11 @@ pub(super) fn add(
         let column = unit_x(grid) + comptime!(c * grid.x);
         // Where the units do not divide the row evenly, the last ones add the last column to what
         // storing drops.
-        let column =
-            if comptime!((c + 1) * grid.x > width) { min(column, comptime!(width - 1)) } else { column };
+        let column = if comptime!((c + 1) * grid.x > width) {
+            min(column, comptime!(width - 1))
+        } else {
+            column
+        };
         #[unroll]
         for r in 0..grid.rows {
             let first = at + comptime!(r * target.pitch) + 4 * column;

@@ -76,11 +76,8 @@ impl MatrixUnit for Emulated {
             let mut pair = Pair::empty();
             #[unroll]
             for e in 0..2usize {
-                let (row, column) = if comptime!(transposed) {
-                    (place + e, group)
-                } else {
-                    (group, place + e)
-                };
+                let (row, column) =
+                    if comptime!(transposed) { (place + e, group) } else { (group, place + e) };
                 let start = exchange.rows[rows + row] as usize;
                 pair.insert(e, element(room, start, column));
             }

@@ -6,7 +6,7 @@
 use cubecl::prelude::*;
 
 use super::{
-    MatrixTile, Mma, MatrixUnit, first_row, own_row,
+    MatrixTile, MatrixUnit, Mma, first_row, own_row,
     product::{self, fragments, steps},
     room::{self, Chunk, Pair},
     row,
@@ -74,8 +74,8 @@ impl Sizes {
 /// Bytes of shared memory that the rooms take for this shape.
 pub(crate) fn gradient_memory(shape: GradientShape) -> usize {
     let sizes = Sizes::of(shape);
-    let pitches = room::pitch(shape.head_dim, sizes.matrix)
-        + room::pitch(shape.value_dim, sizes.matrix);
+    let pitches =
+        room::pitch(shape.head_dim, sizes.matrix) + room::pitch(shape.value_dim, sizes.matrix);
     let chunks = (sizes.rows + sizes.columns) * pitches;
     chunks * sizes.matrix.chunk * sizes.matrix.operand.size()
 }
@@ -200,8 +200,7 @@ impl<U: MatrixUnit> GradientAlgebra for Mma<U> {
         #[comptime] shape: GradientShape,
     ) {
         let sizes = comptime!(Sizes::of(shape));
-        let (tiles, columns, matrix) =
-            comptime!((sizes.row_tiles, sizes.columns, sizes.matrix));
+        let (tiles, columns, matrix) = comptime!((sizes.row_tiles, sizes.columns, sizes.matrix));
         let length = comptime!(sizes.elements(columns));
         let width = comptime!(shape.width(product));
         let first = first_row(tiles);
@@ -245,8 +244,7 @@ impl<U: MatrixUnit> GradientAlgebra for Mma<U> {
         #[comptime] shape: GradientShape,
     ) {
         let sizes = comptime!(Sizes::of(shape));
-        let (tiles, columns, matrix) =
-            comptime!((sizes.row_tiles, sizes.columns, sizes.matrix));
+        let (tiles, columns, matrix) = comptime!((sizes.row_tiles, sizes.columns, sizes.matrix));
         let width = comptime!(shape.width(product));
         let exchange = &mut workspace.exchange;
         let staged = &workspace.staged;

@@ -25,7 +25,7 @@ use core::marker::PhantomData;
 use super::{Band, CmmaShape, MASKED, MASKED_THRESHOLD, TileAlgebra, TileShape, simt::tanh};
 use product::{fragments, steps};
 use room::{Chunk, Pair};
-use unit::{M, lane, plane};
+use unit::{M, group_place, lane, plane};
 
 /// What the units of a matrix instruction work on, and how it reaches them.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -207,8 +207,7 @@ impl<U: MatrixUnit> TileAlgebra for Mma<U> {
                     );
                     #[unroll]
                     for i in 0..4usize {
-                        workspace.held[4 * (step * sizes.row_tiles + r) + i] =
-                            operand[i];
+                        workspace.held[4 * (step * sizes.row_tiles + r) + i] = operand[i];
                     }
                 }
             }
@@ -481,11 +480,21 @@ impl<U: MatrixUnit> TileAlgebra for Mma<U> {
             let row = first_row(sizes.row_tiles) + own_row(r);
             let inside = (row as u32) < valid;
             let target = target_row + row * row_stride;
-            if inside && lane() % 4 == 0 {
+            if inside && group_place() == 0 {
                 lse[target] = select(empty, minus_infinity, maximum[r] + f32::ln(total));
             }
             let at = target * comptime!(shape.value_dim / 4);
-            row::store::<U, F>(exchange, output, r, inverse, out, at, inside, shape.value_dim, sizes.matrix);
+            row::store::<U, F>(
+                exchange,
+                output,
+                r,
+                inverse,
+                out,
+                at,
+                inside,
+                shape.value_dim,
+                sizes.matrix,
+            );
         }
     }
 }

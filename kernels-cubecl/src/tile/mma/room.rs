@@ -44,7 +44,12 @@ pub(in crate::tile) fn pitch(width: usize, matrix: MatrixTile) -> usize {
 }
 
 /// Chunks that each of `units` units moves of a tile.
-pub(in crate::tile) fn chunks(rows: usize, width: usize, units: usize, matrix: MatrixTile) -> usize {
+pub(in crate::tile) fn chunks(
+    rows: usize,
+    width: usize,
+    units: usize,
+    matrix: MatrixTile,
+) -> usize {
     (rows * row_chunks(width, matrix)).div_ceil(units)
 }
 
@@ -150,9 +155,8 @@ pub(in crate::tile) fn stage_wide(
     for i in 0..comptime!(chunks(rows, width, units, matrix)) {
         let at = UNIT_POS as usize + comptime!(i * units);
         let slot = at / row_chunks * pitch + at % row_chunks;
-        if comptime!((i + 1) * units <= total) {
-            room[slot] = fetched[i];
-        } else if at < total {
+        // The last units have no chunk of a tile that they do not divide.
+        if comptime!((i + 1) * units <= total) || at < total {
             room[slot] = fetched[i];
         }
     }

@@ -64,6 +64,12 @@ pub(super) fn lane() -> usize {
     UNIT_POS as usize % LANES
 }
 
+/// This unit's place among the four of its group.
+#[cube]
+pub(super) fn group_place() -> usize {
+    lane() % 4
+}
+
 /// This unit's plane.
 #[cube]
 pub(super) fn plane() -> usize {

@@ -276,11 +276,7 @@ impl TileAlgebra for Simt {
         );
     }
 
-    fn mma_ab(
-        workspace: &mut SimtWorkspace,
-        output: &mut Array<F4>,
-        #[comptime] shape: TileShape,
-    ) {
+    fn mma_ab(workspace: &mut SimtWorkspace, output: &mut Array<F4>, #[comptime] shape: TileShape) {
         let tile = comptime!(RegisterTile::of(shape));
         product::mma_ab(
             &workspace.weights,

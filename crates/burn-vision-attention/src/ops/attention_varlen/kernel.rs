@@ -27,6 +27,22 @@ fn flash_attention_2(device: &Device, requirements: &KernelRequirements) -> Resu
     crate::ops::kernels::supports_attention(device, dtype, shapes, &Default::default())
 }
 
+/// The kernel that `flash_attention_2` runs, in words: its engine, tiles and memory.
+#[cfg(feature = "kernels")]
+pub(crate) fn describe(
+    device: &Device,
+    requirements: &KernelRequirements,
+) -> Result<String, String> {
+    let KernelRequirements { dtype, head_dim, value_dim } = *requirements;
+    let shapes = [[1, 1, head_dim], [1, 1, head_dim], [1, 1, value_dim]];
+    crate::ops::kernels::describe_attention(device, dtype, shapes, &Default::default())
+}
+
+#[cfg(not(feature = "kernels"))]
+pub(crate) fn describe(device: &Device, _: &KernelRequirements) -> Result<String, String> {
+    Err(no_kernel(device))
+}
+
 #[cfg(feature = "kernels")]
 fn flash_attention_3(device: &Device) -> Result<(), String> {
     Err(crate::ops::kernels::missing_for_flash_attention_3(device))

@@ -140,4 +140,4 @@ pub(crate) fn run(implementation: AttentionImplementation, attention: &Attention
     }
 }
 
-pub(crate) use kernel::support as kernel_support;
+pub(crate) use kernel::{describe as describe_kernel, support as kernel_support};

@@ -1,6 +1,6 @@
 //! `attention_varlen` on CubeCL devices.
 
-use std::sync::Arc;
+use std::sync::{Arc, LazyLock};
 
 use burn::backend::CubeDevice;
 use burn::tensor::DType;
@@ -18,6 +18,7 @@ use super::{element, empty_like, layout, view};
 use crate::Segments;
 use crate::ops::attention_varlen::AttentionOptions;
 use crate::ops::backend::{AttentionGradients, LseGradient, Wanted};
+use crate::report::warn_once;
 
 /// Whether the kernel serves contiguous tensors of these shapes on a device, and if not, why.
 pub(in crate::ops) fn supports(
@@ -62,13 +63,65 @@ pub(super) fn forward(
         out: out.clone().binding(),
         lse: lse.clone().binding(),
     };
-    let launch = || -> Result<(), LaunchError> {
-        let blueprint = kernel::supports(client.properties(), &problem)?;
-        let work = work_list(&client, &device, segments_q, segments_k, blueprint.tile_q());
-        kernel::launch(&client, &problem, &blueprint, &work.list, tensors)
-    };
-    launch().unwrap_or_else(|error| panic!("attention_varlen: {error}"));
+    launch_forward(&client, device, &problem, segments_q, segments_k, tensors)
+        .unwrap_or_else(|error| panic!("attention_varlen: {error}"));
     (out, lse)
+}
+
+fn launch_forward(
+    client: &Client,
+    device: CubeDevice,
+    problem: &AttentionProblem,
+    segments_q: &Segments,
+    segments_k: &Segments,
+    tensors: AttentionTensors,
+) -> Result<(), LaunchError> {
+    let mut blueprints = kernel::candidates(client.properties(), problem)?;
+    if !autotunes() {
+        blueprints.truncate(1);
+    }
+    let segments = segments_q.len();
+    let (own_client, segments_q, segments_k) =
+        (client.clone(), segments_q.clone(), segments_k.clone());
+    let cut = Arc::new(move |tile_q| {
+        work_list(&own_client, &device, &segments_q, &segments_k, tile_q).list.clone()
+    });
+    kernel::launch_fastest(client, problem, &blueprints, segments, cut, tensors)
+}
+
+/// Whether tilings are measured where there is a choice: not if `VISION_ATTENTION_AUTOTUNE` is `off`.
+fn autotunes() -> bool {
+    static AUTOTUNES: LazyLock<bool> =
+        LazyLock::new(|| match std::env::var("VISION_ATTENTION_AUTOTUNE").as_deref() {
+            Err(_) | Ok("on") => true,
+            Ok("off") => false,
+            Ok(other) => {
+                warn_once(format!(
+                    "VISION_ATTENTION_AUTOTUNE: expected `on` or `off`, got {other:?}; taken as off"
+                ));
+                false
+            }
+        });
+    *AUTOTUNES
+}
+
+/// The kernel that serves contiguous tensors of these shapes, in words, or why there is none.
+pub(in crate::ops) fn describe(
+    device: &CubeDevice,
+    dtype: DType,
+    [q, k, v]: [[usize; 3]; 3],
+    options: &AttentionOptions,
+) -> Result<String, String> {
+    let layouts = [q, k, v].map(TensorLayout::contiguous);
+    let client = device.client();
+    let blueprints = kernel::candidates(client.properties(), &problem(layouts, dtype, options))
+        .map_err(|reason| reason.to_string())?;
+    let others = blueprints.len() - 1;
+    Ok(match others {
+        0 => blueprints[0].to_string(),
+        _ if autotunes() => format!("the fastest of {} and {others} more", blueprints[0]),
+        _ => blueprints[0].to_string(),
+    })
 }
 
 /// The gradients that are wanted, from output, lse and the gradient of the output.

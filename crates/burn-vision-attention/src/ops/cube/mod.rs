@@ -14,7 +14,7 @@ use burn_cubecl::tensor::CubeTensor;
 use cubecl::zspace::metadata::Metadata;
 use kernels_cubecl::TensorLayout;
 
-pub(super) use attention_varlen::supports as supports_attention;
+pub(super) use attention_varlen::{describe as describe_attention, supports as supports_attention};
 pub(super) use rope_qk_norm::supports as supports_rope_qk_norm;
 
 use super::attention_varlen::AttentionOptions;

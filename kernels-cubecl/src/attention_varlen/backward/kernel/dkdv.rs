@@ -120,14 +120,7 @@ pub(crate) fn attention_varlen_dkdv<
             T::mma_ab(&mut memory, &mut d_keys, Scores, shape);
 
             if comptime!(shape.one_room) {
-                T::load_columns::<F, ND>(
-                    &mut memory,
-                    d_out,
-                    d_out_at,
-                    queries,
-                    Weights,
-                    shape,
-                );
+                T::load_columns::<F, ND>(&mut memory, d_out, d_out_at, queries, Weights, shape);
             }
             T::stage(&mut memory, &scores, shape);
             T::mma_ab(&mut memory, &mut d_values, Weights, shape);
