@@ -9,6 +9,7 @@ use cubecl::{
 
 use crate::{
     Unsupported,
+    device::DeviceKind,
     tile::{
         CmmaShape, Emulated, GradientShape, LANES, MatrixTile, Simt, TileShape,
         cmma_gradient_memory, cmma_shared_memory, mma_gradient_memory, mma_shared_memory,
@@ -16,11 +17,16 @@ use crate::{
 };
 
 /// What multiplies the tiles of an attention kernel. The loop is the same on all.
+///
+/// Matrix engines round weights and, in the backward pass, gradients of scores to the type of q before
+/// they multiply them, as flash-attention does: in f16, gradients of scores beyond 65,504 become
+/// infinite and those below 3e-8 zero, which loss scaling has to avoid. The plain engine keeps f32.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Engine {
     /// Fused multiply-adds on f32 tiles, on any device.
     Simt,
-    /// Cooperative matrices of the shape that the device lists: Vulkan, Metal, HIP and CUDA.
+    /// Cooperative matrices of the shape that the device lists, for f16 and, where it lists that, bf16:
+    /// Vulkan, Metal, HIP and CUDA.
     Cmma(CmmaShape),
     /// `mma.sync.m16n8k16` and `ldmatrix`: NVIDIA from compute capability 8.0 on, f16 and bf16.
     Mma,
@@ -48,16 +54,20 @@ const CHUNK: usize = 8;
 const SHADER_CHUNK: usize = 4;
 
 impl Engine {
-    /// The matrix engines that the device has for a type, the fastest first.
-    pub(crate) fn best(
-        properties: &DeviceProperties,
-        dtype: ElemType,
-    ) -> impl Iterator<Item = Self> {
-        let cmma = cmma_shape(properties, dtype).map(Self::Cmma);
-        [Self::Mma]
-            .into_iter()
-            .chain(cmma)
-            .filter(move |engine| engine.check(properties, dtype).is_ok())
+    /// The matrix engine of a GPU for a type, if it has one. Software devices that list matrices
+    /// compute them in plain code, too.
+    pub(crate) fn fast(properties: &DeviceProperties, dtype: ElemType) -> Option<Self> {
+        let runs = |engine: &Self| engine.check(properties, dtype).is_ok();
+        let engine = Some(Self::Mma).filter(runs).or_else(|| Self::cmma(properties, dtype).ok());
+        engine.filter(|_| DeviceKind::of(properties) == DeviceKind::Gpu)
+    }
+
+    /// Whether the device takes cubes of so many units, and its matrix instructions planes of them.
+    pub(crate) fn fits(self, properties: &DeviceProperties, units: usize) -> bool {
+        let hardware = &properties.hardware;
+        let whole_planes = matches!(self, Self::Simt | Self::EmulatedMma)
+            || units.is_multiple_of(hardware.plane_size_max.max(1) as usize);
+        whole_planes && units as u32 <= hardware.max_units_per_cube.min(hardware.max_cube_dim.0)
     }
 
     /// Cooperative matrices as the device lists them, for this type.

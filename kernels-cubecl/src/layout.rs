@@ -4,7 +4,7 @@ use cubecl::prelude::TensorBinding;
 
 use crate::LaunchError;
 
-/// Widest vector that the kernels read or write, in elements.
+/// Widest vector that the plain kernels read and all of them write, in elements.
 pub(crate) const VECTOR: usize = 4;
 
 /// Shape and element strides of a rank-3 tensor `[tokens, heads, head_dim]`.

@@ -64,7 +64,7 @@ impl AttentionBlueprint {
 
     /// What tells it apart from the other candidates for a problem.
     pub(super) fn tiling(&self) -> String {
-        tiling_name(self.shape.q_rows, self.shape.k_rows, self.shape.units())
+        tiling_name(self.engine, self.shape)
     }
 
     /// What it has in common with them.
@@ -155,13 +155,11 @@ pub fn supports(
     properties: &DeviceProperties,
     problem: &AttentionProblem,
 ) -> Result<AttentionBlueprint, Unsupported> {
-    Engine::best(properties, problem.dtype)
-        .find_map(|engine| engine_blueprints(properties, problem, engine).ok()?.into_iter().next())
-        .map_or_else(|| supports_engine(properties, problem, Engine::Simt), Ok)
+    candidates(properties, problem).map(|blueprints| blueprints[0])
 }
 
-/// All blueprints that may be the fastest for a problem on a device, the likeliest first: those of
-/// its matrix units, or of the plain engine where there are none that serve the problem.
+/// All blueprints that may be the fastest for a problem on a device, the likeliest first and at least
+/// one: those of its matrix units, and of the plain engine unless the former are sure to win.
 ///
 /// # Errors
 ///
@@ -175,11 +173,13 @@ pub fn candidates(
     problem: &AttentionProblem,
 ) -> Result<Vec<AttentionBlueprint>, Unsupported> {
     let of = |engine| engine_blueprints(properties, problem, engine);
-    let fast: Vec<_> = Engine::best(properties, problem.dtype)
-        .filter_map(|engine| of(engine).ok())
-        .flatten()
-        .collect();
-    if fast.is_empty() { of(Engine::Simt) } else { Ok(fast) }
+    let fast = Engine::fast(properties, problem.dtype);
+    match fast.and_then(|engine| Some((engine, of(engine).ok()?))) {
+        // Through shared memory there and back may cost what the matrix units win.
+        Some((Engine::Cmma(_), blueprints)) => Ok([blueprints, of(Engine::Simt)?].concat()),
+        Some((_, blueprints)) => Ok(blueprints),
+        None => of(Engine::Simt),
+    }
 }
 
 /// As [`candidates`], on this engine alone.

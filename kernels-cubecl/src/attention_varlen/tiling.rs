@@ -15,8 +15,8 @@ use crate::{
 /// that reside on one multiprocessor.
 pub(super) const SHARED_MEMORY_BUDGET: usize = 32 * 1024;
 
-/// Shared memory that a cube on matrix units may use, in bytes: what two of them share on an A100 or
-/// H100, and one has on smaller devices of those generations.
+/// Shared memory that a cube on matrix units may use, in bytes: what devices of compute capability 8.6
+/// and 8.9 have. Two cubes of the usual head_dims reside on a multiprocessor of an A100 or H100.
 pub(super) const MATRIX_MEMORY_BUDGET: usize = 99 * 1024;
 
 /// Registers per unit for output and scores that leave room for operands, as the audit found.
@@ -96,21 +96,27 @@ const CMMA_TILES: [(usize, usize, usize, usize); 4] =
 /// Shared memory that a cube on cooperative matrices may use, in bytes.
 const CMMA_MEMORY_BUDGET: usize = 64 * 1024;
 
-/// The name of every tiling that is a matter of measurement, [`tiling_name`] of some shape.
+/// The name of every tiling that is a matter of measurement: [`tiling_name`] of the shapes below.
 pub(super) fn tilings() -> impl Iterator<Item = String> {
     let matrix = MATRIX_TILES.map(|(planes, row_tiles, keys)| {
-        tiling_name(16 * row_tiles * planes, keys, planes * LANES)
+        matrix_name("mma", 16 * row_tiles * planes, keys, planes * LANES)
     });
-    let cmma = CMMA_TILES.map(|(x, y, rows, keys)| tiling_name(rows * y, keys * x, x * y));
-    let mut names: Vec<_> = matrix.into_iter().chain(cmma).collect();
-    names.sort();
-    names.dedup();
-    names.into_iter()
+    let cmma = CMMA_TILES.map(|(x, y, rows, keys)| matrix_name("cmma", rows * y, keys * x, x * y));
+    matrix.into_iter().chain(cmma).chain(["simt".to_owned()])
 }
 
-/// What tells tilings of one engine apart.
-pub(super) fn tiling_name(q_rows: usize, k_rows: usize, units: usize) -> String {
-    format!("{q_rows}x{k_rows} by {units}")
+/// What tells the candidates for a problem apart.
+pub(super) fn tiling_name(engine: Engine, shape: TileShape) -> String {
+    let family = match engine {
+        Engine::Simt => return "simt".to_owned(),
+        Engine::Cmma(_) => "cmma",
+        Engine::Mma | Engine::EmulatedMma => "mma",
+    };
+    matrix_name(family, shape.q_rows, shape.k_rows, shape.units())
+}
+
+fn matrix_name(family: &str, q_rows: usize, k_rows: usize, units: usize) -> String {
+    format!("{family} {q_rows}x{k_rows} by {units}")
 }
 
 /// The sensible tiles on cooperative matrices, the likeliest first.
@@ -131,8 +137,7 @@ pub(super) fn cmma_shapes(
     };
     let shapes = CMMA_TILES.map(shape);
     let fits = |shape: &TileShape| {
-        let matrices = engine.shared_memory(*shape) <= available;
-        matrices && shape.units() as u32 <= properties.hardware.max_units_per_cube
+        engine.shared_memory(*shape) <= available && engine.fits(properties, shape.units())
     };
     let fitting: Vec<_> = shapes.into_iter().filter(fits).collect();
     if fitting.is_empty() {
@@ -164,8 +169,10 @@ pub(super) fn matrix_shapes(
         output + scores <= REGISTERS && (!masks || output + 3 * scores <= MASKED_REGISTERS)
     };
     let shapes = || MATRIX_TILES.into_iter().filter(fits_registers).map(shape);
-    let fitting: Vec<_> =
-        shapes().filter(|&shape| engine.shared_memory(shape) <= available).collect();
+    let fits = |shape: &TileShape| {
+        engine.shared_memory(*shape) <= available && engine.fits(properties, shape.units())
+    };
+    let fitting: Vec<_> = shapes().filter(fits).collect();
     let Some(first) = fitting.first() else {
         let required = shapes().map(|shape| engine.shared_memory(shape)).min().unwrap_or(0);
         return Err(Unsupported::SharedMemory { required, available });

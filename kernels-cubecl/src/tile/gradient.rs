@@ -33,9 +33,9 @@ pub enum Axis {
 pub struct GradientShape {
     /// How the units share a score tile.
     pub grid: UnitGrid,
-    /// Elements per query and key row; a multiple of 4.
+    /// Elements per query and key row; a multiple of 8.
     pub head_dim: usize,
-    /// Elements per value and output row; a multiple of 4.
+    /// Elements per value and output row; a multiple of 8.
     pub value_dim: usize,
     /// Whether the columns of both products share one room, so that they have to be loaded in turn,
     /// one of them twice.

@@ -45,9 +45,9 @@ pub struct TileShape {
     pub q_rows: usize,
     /// Keys per tile.
     pub k_rows: usize,
-    /// Elements per query and key row; a multiple of 4.
+    /// Elements per query and key row; a multiple of 8.
     pub head_dim: usize,
-    /// Elements per value and output row; a multiple of 4.
+    /// Elements per value and output row; a multiple of 8.
     pub value_dim: usize,
     /// Units along keys and output columns.
     pub units_x: usize,

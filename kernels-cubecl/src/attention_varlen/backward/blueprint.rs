@@ -173,9 +173,8 @@ pub fn candidates(
     problem: &AttentionGradProblem,
 ) -> Result<Vec<AttentionGradBlueprint>, Unsupported> {
     let of = |engine| engine_blueprints(properties, problem, engine);
-    let engines = Engine::best(properties, problem.forward.dtype);
-    let fast: Vec<_> = engines.filter_map(|engine| of(engine).ok()).flatten().collect();
-    if fast.is_empty() { of(Engine::Simt) } else { Ok(fast) }
+    let fast = Engine::fast(properties, problem.forward.dtype);
+    fast.and_then(|engine| of(engine).ok()).map_or_else(|| of(Engine::Simt), Ok)
 }
 
 /// As [`supports`], on this engine alone.

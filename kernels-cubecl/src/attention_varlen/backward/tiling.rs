@@ -126,8 +126,7 @@ pub(super) fn cmma_shapes(
     };
     let shapes = CMMA_TILES.map(shape);
     let fits = |shape: &GradientShape| {
-        let memory = engine.gradient_memory(*shape) <= available;
-        memory && shape.grid.units() as u32 <= properties.hardware.max_units_per_cube
+        engine.gradient_memory(*shape) <= available && engine.fits(properties, shape.grid.units())
     };
     let fitting: Vec<_> = shapes.into_iter().filter(fits).collect();
     if fitting.is_empty() {
@@ -176,8 +175,10 @@ pub(super) fn matrix_shapes(
         });
     }
     let memory = |&shape: &GradientShape| engine.gradient_memory(shape);
-    let fitting: Vec<_> =
-        shapes.iter().copied().filter(|shape| memory(shape) <= available).collect();
+    let fits = |shape: &GradientShape| {
+        memory(shape) <= available && engine.fits(properties, shape.grid.units())
+    };
+    let fitting: Vec<_> = shapes.iter().copied().filter(fits).collect();
     let Some(first) = fitting.first() else {
         let required = shapes.iter().map(memory).min().unwrap_or(0);
         return Err(Unsupported::SharedMemory { required, available });

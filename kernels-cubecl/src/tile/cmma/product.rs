@@ -69,9 +69,9 @@ pub(super) fn multiply<L: CubePrimitive, R: CubePrimitive>(
         true => MatrixLayout::ColMajor,
         false => MatrixLayout::RowMajor,
     });
-    let plane = UNIT_POS / PLANE_DIM;
-    let planes = CUBE_DIM / PLANE_DIM;
-    let mut fragment = plane as usize;
+    // A cube smaller than a plane still has one.
+    let planes = max(1u32, CUBE_DIM / PLANE_DIM);
+    let mut fragment = PLANE_POS as usize;
     while fragment < fragments {
         let row = fragment / across * m;
         let column = fragment % across * n;

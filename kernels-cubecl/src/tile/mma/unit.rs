@@ -93,6 +93,7 @@ impl MatrixUnit for TensorCore {
     ) -> Array<Pair> {
         let definition = MmaDefinition::<Operand, Operand, f32>::new(M, N, K);
         let row = &room[at..at + 1];
+        // Which operand the matrices become does not matter to the instruction.
         definition.load_matrix::<Chunk, Const<2>>(row, MatrixIdent::A, 4usize, transposed)
     }
 
@@ -124,6 +125,8 @@ impl MatrixUnit for TensorCore {
     }
 
     fn shuffle_xor(_exchange: &mut Self::Exchange, value: f32, #[comptime] mask: u32) -> f32 {
+        // Lanes that a branch has parted need not have met again, and those that have not are left out.
+        sync_plane();
         plane_shuffle_xor(value, mask)
     }
 }
