@@ -1,6 +1,6 @@
 #![allow(clippy::unwrap_used)]
 
-use cubecl::features::{Features, TypeUsage};
+use cubecl::features::{Features, MmaConfig, Plane, TypeUsage};
 use cubecl::ir::{
     AddressType, DeviceIdentity, HardwareProperties, MemoryDeviceProperties, VectorSize,
 };
@@ -84,6 +84,40 @@ fn every_choice_is_listed_once() {
     assert_eq!(count("rope_qk_norm_backward", &["in-place"]), 5 * 7 * 3 * 2 + 3 * 7 * 3);
     assert_eq!(count("rope_qk_norm_backward", &["groups 1"]), 5 * 7 * 3 * 2 + 3 * 7 * 3);
     assert_eq!(count("rope_qk_norm_weight_gradient", &[]), 3 * 2);
+}
+
+/// With what the blueprints ask of a device for `mma.sync`.
+fn with_matrix_units() -> DeviceProperties {
+    let mut properties = properties();
+    for half in [FloatKind::F16, FloatKind::BF16].map(ElemType::Float) {
+        let config = MmaConfig { a_type: half, b_type: half, cd_type: F32, m: 16, n: 8, k: 16 };
+        properties.features.matmul.mma.insert(config);
+        properties.features.matmul.ldmatrix.insert(half);
+    }
+    properties.features.plane.insert(Plane::Ops);
+    properties
+}
+
+#[rstest]
+fn matrix_kernels_are_listed_beside_the_plain_ones(
+    #[values("f16", "bf16")] dtype: &str,
+    #[values(64, 72, 80, 128, 192, 256)] head_dim: usize,
+) {
+    let names: Vec<_> = variants(&with_matrix_units(), Selection::Usual).unwrap();
+    let names: Vec<_> = names.iter().map(Variant::to_string).collect();
+    let size = format!("head_dim {head_dim}/{head_dim}");
+    let count = |operation, words: &[&str]| {
+        count(&names, operation, &[words, &[&format!(" {dtype} "), &size]].concat())
+    };
+    // Plain and masked.
+    assert_eq!(count("attention_varlen simt", &[]), 2);
+    for masked in ["U32", "softcap"] {
+        assert!(count("attention_varlen mma", &[masked]) >= 1, "{masked}");
+    }
+    // The gradients of keys and values of wider heads have no room in registers.
+    let backward = count("attention_varlen backward mma", &[]);
+    assert_eq!(backward > 0, head_dim <= 128, "{backward}");
+    assert_eq!(count("attention_varlen mma f32", &[]), 0);
 }
 
 #[rstest]
