@@ -18,7 +18,7 @@ use crate::simd::{InstructionSet, Kernels, Product};
 use crate::view::{Out, View, ViewMut};
 
 /// Tiles of rows that meet a panel of the weight together: for usual widths they fit the second cache.
-const TILES: usize = 8;
+const TILES: usize = 4;
 /// Tasks per thread that there should be: enough that no thread waits long for the last one.
 const TASKS_PER_THREAD: usize = 8;
 /// Below this many multiplications a thread pool costs more than it saves.
