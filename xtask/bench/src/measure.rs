@@ -1,11 +1,12 @@
 //! Time and memory of a call.
 
+use std::any::Any;
 use std::time::Instant;
 
 use crate::memory::peak_during;
 
 /// What a call gives. It lives until the device has finished, so that nothing of it is skipped.
-pub trait Results {
+pub trait Results: Any {
     /// Reads numbers back.
     ///
     /// # Errors
