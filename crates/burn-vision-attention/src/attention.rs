@@ -393,41 +393,6 @@ mod tests {
         assert_eq!(attention.forward(hidden_states(0, 32), &segments, None).dims(), [0, 32]);
     }
 
-    /// The whole layer is one kernel on Flex, without gradients and for as many tokens.
-    #[rstest]
-    fn the_kernel_of_the_layer_gives_what_its_operations_give(
-        #[values(false, true)] bias: bool,
-        #[values(false, true)] use_qk_norm: bool,
-        #[values(false, true)] is_causal: bool,
-        #[values(false, true)] transposed: bool,
-    ) {
-        let device = Device::flex();
-        let config = VisionAttentionConfig::new(48, 3)
-            .with_bias(bias)
-            .with_use_qk_norm(use_qk_norm)
-            .with_is_causal(is_causal);
-        let mut attention = config.init(&device);
-        if transposed {
-            // As a checkpoint of the reference is read: outputs by inputs.
-            attention.qkv.weight = attention
-                .qkv
-                .weight
-                .map(|weight| weight.transpose().reshape([144, 48]).transpose());
-        }
-        let segments = Segments::from_lengths([90, 0, 1, 109]).unwrap();
-        let positions: Vec<_> = (0..200).map(|token| [token / 7, token % 7]).collect();
-        let rope = VisionRotaryEmbedding::new(8).prepare(&positions, &device);
-        let x = hidden_states(200, 48);
-        let [found, expected] =
-            [AttentionImplementation::FlashAttention2, AttentionImplementation::Eager].map(
-                |implementation| {
-                    attention.set_implementation(implementation);
-                    attention.forward(x.clone(), &segments, Some(&rope)).into_data()
-                },
-            );
-        found.assert_approx_eq::<f32>(&expected, Tolerance::absolute(2e-5));
-    }
-
     #[test]
     fn the_residual_adds_the_normed_attention() {
         let device = Device::flex();

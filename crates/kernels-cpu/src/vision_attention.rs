@@ -6,6 +6,9 @@
 //! result.
 
 use std::ops::Range;
+use std::sync::Mutex;
+
+use rayon::prelude::*;
 
 use crate::attention_varlen::{self, Attention, AttentionOptions};
 use crate::element::Element;
@@ -21,19 +24,15 @@ const PARTS: usize = 3;
 /// What goes through the layer together.
 #[derive(Clone, Copy, Debug)]
 struct Limits {
-    /// Segments are gathered until they have so many tokens.
+    /// Segments are gathered until they have so many tokens: the weights come from far away for each lot
+    /// of them, which should be worth it.
     tokens: usize,
     /// Where q, k and v of some segments take more bytes, they are computed for a part of the heads at a
     /// time.
     bytes: usize,
 }
 
-impl Limits {
-    /// For this many threads.
-    fn new(threads: usize) -> Self {
-        Self { tokens: 512 * threads.max(2), bytes: 64 << 20 }
-    }
-}
+const LIMITS: Limits = Limits { tokens: 512, bytes: 64 << 20 };
 
 /// A layer and its input.
 #[derive(Clone, Copy, Debug)]
@@ -76,7 +75,7 @@ pub fn forward_with<T: Element>(
     layer: &VisionAttention<'_, T>,
     out: ViewMut<'_, T>,
 ) {
-    forward_within(Limits::new(rayon::current_num_threads()), set, layer, out);
+    forward_within(LIMITS, set, layer, out);
 }
 
 fn forward_within<T: Element>(
@@ -97,19 +96,25 @@ fn forward_within<T: Element>(
     let chunks = chunks(layer.offsets, limits.tokens);
     let longest = chunks.iter().map(|chunk| layer.tokens(chunk).len()).max().unwrap_or(0);
     let width = layer.heads * head_dim;
-    let parts = if 3 * longest * width * size_of::<T>() > limits.bytes { PARTS } else { 1 };
+    let is_large = 3 * longest * width * size_of::<T>() > limits.bytes;
+    let parts = if is_large { PARTS.min(layer.heads) } else { 1 };
     let pass = Pass { set, layer, rotations: changes.then_some(rotations), longest };
     let proj = Packed::new(set, &layer.proj);
     if parts == 1 {
         let heads = Heads::new(&pass, 0..layer.heads);
-        let mut buffers = heads.buffers(&pass);
-        let mut context = zeros::<T>(longest * width);
-        for chunk in &chunks {
+        // Threads that work on segments of their own wait for each other at the very end alone.
+        let idle = Mutex::new(Vec::new());
+        chunks.par_iter().with_max_len(1).for_each(|chunk| {
+            let buffers = idle.lock().expect("no thread panics while it holds the lock").pop();
+            let (mut buffers, mut context) =
+                buffers.unwrap_or_else(|| (heads.buffers(&pass), zeros::<T>(longest * width)));
             let tokens = layer.tokens(chunk);
-            let context = &mut context[..tokens.len() * width];
-            heads.attend(&pass, chunk, &mut buffers, context, width);
-            pass.project_back(context, &proj, &out, tokens);
-        }
+            let used = &mut context[..tokens.len() * width];
+            heads.attend(&pass, chunk, &mut buffers, used, width);
+            pass.project_back(used, &proj, &out, tokens);
+            let mut idle = idle.lock().expect("no thread panics while it holds the lock");
+            idle.push((buffers, context));
+        });
         return;
     }
     let mut context = zeros::<T>(tokens * width);
@@ -276,20 +281,22 @@ mod tests {
         proj: Vec<T>,
         norms: [Vec<T>; 2],
         tables: [Vec<f32>; 2],
+        heads: usize,
     }
 
-    const HEADS: usize = 4;
-    const HEAD_DIM: usize = 24;
-    const WIDTH: usize = HEADS * HEAD_DIM;
+    const WIDTH: usize = 96;
 
     impl<T: Element> Weights<T> {
-        fn new(tokens: usize) -> Self {
+        fn new(tokens: usize, heads: usize) -> Self {
+            let head_dim = WIDTH / heads;
+            let half = head_dim / 2;
             Self {
                 qkv: numbers(WIDTH * 3 * WIDTH, 1),
                 qkv_bias: numbers(3 * WIDTH, 2),
                 proj: numbers(WIDTH * WIDTH, 3),
-                norms: [numbers(HEAD_DIM, 4), numbers(HEAD_DIM, 5)],
-                tables: [numbers(tokens * HEAD_DIM / 2, 6), numbers(tokens * HEAD_DIM / 2, 7)],
+                norms: [numbers(head_dim, 4), numbers(head_dim, 5)],
+                tables: [numbers(tokens * half, 6), numbers(tokens * half, 7)],
+                heads,
             }
         }
 
@@ -312,7 +319,7 @@ mod tests {
                     weight: View::contiguous(&self.proj, [WIDTH, 1, WIDTH]),
                     bias: None,
                 },
-                heads: HEADS,
+                heads: self.heads,
                 norms: (!plain).then(|| self.norms.each_ref().map(norm)),
                 tables: (!plain).then_some(RotaryTables { cos, sin }),
                 offsets,
@@ -330,8 +337,9 @@ mod tests {
             &layer.qkv,
             ViewMut::contiguous(&mut qkv, [tokens, 1, 3 * WIDTH]),
         );
-        let shape = [tokens, HEADS, HEAD_DIM];
-        let strides = [3 * WIDTH as isize, HEAD_DIM as isize, 1];
+        let (heads, head_dim) = (layer.heads, WIDTH / layer.heads);
+        let shape = [tokens, heads, head_dim];
+        let strides = [3 * WIDTH as isize, head_dim as isize, 1];
         let view = |part: usize| View::new(&qkv, part * WIDTH, shape, strides);
         let rotated = [0, 1].map(|index| {
             let norm = layer.norms.as_ref().map(|norms| &norms[index]);
@@ -344,7 +352,7 @@ mod tests {
         let (offsets_q, offsets_k) = (layer.offsets, layer.offsets);
         let attention =
             Attention { q, k, v: view(2), offsets_q, offsets_k, options: layer.options };
-        let (mut context, mut lse) = (zeros::<T>(tokens * WIDTH), vec![0.0; tokens * HEADS]);
+        let (mut context, mut lse) = (zeros::<T>(tokens * WIDTH), vec![0.0; tokens * heads]);
         attention_varlen::forward(&attention, &mut context, &mut lse);
         let mut out = zeros::<T>(tokens * WIDTH);
         let context = View::contiguous(&context, [tokens, 1, WIDTH]);
@@ -352,14 +360,14 @@ mod tests {
         out
     }
 
-    fn check<T: Element + PartialEq>(limits: Limits, lengths: &[i32], plain: bool) {
+    fn check<T: Element + PartialEq>(limits: Limits, lengths: &[i32], heads: usize, plain: bool) {
         let mut offsets = vec![0];
         offsets.extend(lengths.iter().scan(0, |end, length| {
             *end += length;
             Some(*end)
         }));
         let tokens = lengths.iter().sum::<i32>() as usize;
-        let (x, weights) = (numbers::<T>(tokens * WIDTH, 8), Weights::new(tokens));
+        let (x, weights) = (numbers::<T>(tokens * WIDTH, 8), Weights::new(tokens, heads));
         let layer = weights.layer(&x, &offsets, plain);
         let mut out = zeros::<T>(tokens * WIDTH);
         let view = ViewMut::contiguous(&mut out, [tokens, 1, WIDTH]);
@@ -373,17 +381,19 @@ mod tests {
         #[values(&[50], &[7, 0, 33, 1, 20], &[], &[0, 0])] lengths: &[i32],
         // All at once; a few segments at a time; some heads at a time; both.
         #[values((1000, usize::MAX), (16, usize::MAX), (1000, 0), (16, 0))] limits: (usize, usize),
+        // Fewer heads than parts, and more.
+        #[values(2, 4)] heads: usize,
         #[values(false, true)] plain: bool,
     ) {
         let limits = Limits { tokens: limits.0, bytes: limits.1 };
-        check::<f32>(limits, lengths, plain);
-        check::<bf16>(limits, lengths, plain);
+        check::<f32>(limits, lengths, heads, plain);
+        check::<bf16>(limits, lengths, heads, plain);
     }
 
     #[test]
     #[should_panic(expected = "heads: expected a divisor of 288 / 3, got 5")]
     fn heads_that_do_not_share_out_the_width_panic() {
-        let weights = Weights::<f32>::new(0);
+        let weights = Weights::<f32>::new(0, 4);
         let layer = VisionAttention { heads: 5, ..weights.layer(&[], &[0], true) };
         forward(&layer, ViewMut::contiguous(&mut [], [0, 1, WIDTH]));
     }
