@@ -14,6 +14,8 @@ use crate::norm::{VisionRmsNorm, VisionRmsNormConfig};
 use crate::ops::attention_varlen::{AttentionError, AttentionOptions};
 use crate::ops::qkv_attention::try_qkv_attention;
 use crate::ops::rope_qk_norm::QkNorm;
+#[cfg(feature = "flex")]
+use crate::ops::vision_attention::Layer;
 use crate::{RotaryPositionEmbedding, Segments};
 
 /// Configuration of a [`VisionAttention`].
@@ -232,8 +234,14 @@ impl VisionAttention {
             return Ok(x);
         }
         let resolution = self.resolution(&x.device(), x.dtype());
-        let qkv = self.qkv.forward(x).reshape([tokens, 3, self.num_heads, self.head_dim()]);
         let options = AttentionOptions { is_causal: self.is_causal, ..Default::default() };
+        #[cfg(feature = "flex")]
+        if resolution.implementation == AttentionImplementation::FlashAttention2
+            && let Some(out) = self.whole(&x, segments, rope, &options)?
+        {
+            return Ok(out);
+        }
+        let qkv = self.qkv.forward(x).reshape([tokens, 3, self.num_heads, self.head_dim()]);
         let context = try_qkv_attention(
             resolution.implementation,
             qkv,
@@ -243,6 +251,26 @@ impl VisionAttention {
             &options,
         )?;
         Ok(self.proj.forward(context.reshape([tokens, self.dim()])))
+    }
+
+    /// The layer by one kernel, where the device has it.
+    #[cfg(feature = "flex")]
+    fn whole(
+        &self,
+        x: &Tensor<2>,
+        segments: &Segments,
+        rope: Option<&RotaryPositionEmbedding>,
+        options: &AttentionOptions,
+    ) -> Result<Option<Tensor<2>>, AttentionError> {
+        let norms = self.norms();
+        let layer = Layer {
+            qkv: &self.qkv,
+            proj: &self.proj,
+            heads: self.num_heads,
+            norms: norms.as_ref(),
+            rope,
+        };
+        layer.forward(x, segments, options)
     }
 
     fn norms(&self) -> Option<QkNorm> {

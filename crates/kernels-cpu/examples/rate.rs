@@ -10,6 +10,7 @@ use std::hint::black_box;
 use std::time::{Duration, Instant};
 
 use kernels_cpu::attention_varlen::{backward, forward};
+use kernels_cpu::linear::{self, Linear};
 use kernels_cpu::rope_qk_norm::{self, GradientBuffers, NormWeight, RmsNorm, RotaryTables};
 use kernels_cpu::{
     Attention, AttentionOptions, Gradients, InstructionSet, OutputGradient, View, ViewMut,
@@ -35,6 +36,14 @@ fn main() {
             for (heads, head_dim) in [(24, 64), (16, 72), (16, 80), (12, 128)] {
                 let name = format!("{segments}x{length} {heads}h {head_dim}");
                 attention(&name, segments, length, heads, head_dim, selected);
+            }
+        }
+        for (heads, head_dim) in [(24, 64), (16, 72), (16, 80)] {
+            for parts in [3, 1] {
+                let name = format!("linear 4096 {}x{}", heads * head_dim, parts * heads * head_dim);
+                if selected(&name) {
+                    projection(&name, 4096, heads * head_dim, parts * heads * head_dim);
+                }
             }
         }
         for head_dim in [64, 80, 128] {
@@ -99,6 +108,19 @@ fn attention(
         backward(&attention, &output, Gradients::Packed(&mut gradients));
     });
     report(&names[1], 5.0 * product, backward_time, gemm_time);
+}
+
+fn projection(name: &str, tokens: usize, inputs: usize, outputs: usize) {
+    let (x, weight) = (numbers(tokens * inputs), numbers(inputs * outputs));
+    let mut out = vec![0.0; tokens * outputs];
+    let x = View::contiguous(&x, [tokens, 1, inputs]);
+    let weight = View::contiguous(&weight, [inputs, 1, outputs]);
+    let run = || {
+        let out = ViewMut::contiguous(&mut out, [tokens, 1, outputs]);
+        linear::forward(&x, &Linear { weight, bias: None }, out);
+    };
+    let (time, gemm_time) = alternate(&mut Gemm::new(), run);
+    report(name, 2.0 * (tokens * inputs * outputs) as f64, time, gemm_time);
 }
 
 fn rope(name: &str, tokens: usize, heads: usize, head_dim: usize) {

@@ -3,6 +3,7 @@
 use std::ops::{Deref, DerefMut};
 
 use crate::element::Real;
+use crate::memory::zeros;
 
 const CACHE_LINE: usize = 64;
 
@@ -15,7 +16,7 @@ pub(crate) struct Aligned<C> {
 
 impl<C: Real> Aligned<C> {
     pub(crate) fn zeroed(len: usize) -> Self {
-        let storage = vec![C::ZERO; len + CACHE_LINE / size_of::<C>()];
+        let storage = zeros::<C>(len + CACHE_LINE / size_of::<C>());
         let start = storage.as_ptr().align_offset(CACHE_LINE);
         Self { storage, start, len }
     }

@@ -45,6 +45,39 @@ impl<'a, T: Element> View<'a, T> {
         self.shape
     }
 
+    /// Tokens and elements exchanged.
+    pub(crate) fn transposed(&self) -> Self {
+        let ([tokens, heads, dim], [token, head, element]) = (self.shape, self.strides);
+        Self { shape: [dim, heads, tokens], strides: [element, head, token], ..*self }
+    }
+
+    /// Some elements of every row.
+    ///
+    /// # Panics
+    ///
+    /// When there are not as many.
+    pub(crate) fn columns(&self, elements: Range<usize>) -> Self {
+        let [tokens, heads, dim] = self.shape;
+        assert!(
+            elements.start <= elements.end && elements.end <= dim,
+            "columns {elements:?} of {dim}"
+        );
+        let offset = self.offset as isize + elements.start as isize * self.strides[2];
+        Self { offset: offset as usize, shape: [tokens, heads, elements.len()], ..*self }
+    }
+
+    /// Some tokens.
+    ///
+    /// # Panics
+    ///
+    /// When there are not as many.
+    pub(crate) fn tokens(&self, tokens: Range<usize>) -> Self {
+        let [all, heads, dim] = self.shape;
+        assert!(tokens.start <= tokens.end && tokens.end <= all, "tokens {tokens:?} of {all}");
+        let offset = self.offset as isize + tokens.start as isize * self.strides[0];
+        Self { offset: offset as usize, shape: [tokens.len(), heads, dim], ..*self }
+    }
+
     fn start(&self, token: usize, head: usize) -> isize {
         self.offset as isize + token as isize * self.strides[0] + head as isize * self.strides[1]
     }
@@ -207,29 +240,68 @@ impl<T: Element> Out<'_, T> {
         }
     }
 
+    /// Some of the tokens.
+    ///
+    /// # Panics
+    ///
+    /// When there are not as many.
+    pub(crate) fn tokens(&self, tokens: Range<usize>) -> Self {
+        let [all, heads, dim] = self.shape;
+        assert!(tokens.start <= tokens.end && tokens.end <= all, "tokens {tokens:?} of {all}");
+        // Where no tokens are left, nothing is ever read through the pointer.
+        let start = self.start.wrapping_add(tokens.start * self.strides[0]);
+        Self { start, shape: [tokens.len(), heads, dim], ..*self }
+    }
+
     /// # Safety
     ///
     /// No other reference to this row may be alive.
     #[allow(clippy::mut_from_ref)]
     pub(crate) unsafe fn row(&self, token: usize, head: usize) -> &mut [T] {
+        // SAFETY: as promised by the caller.
+        unsafe { self.row_part(token, head, 0..self.shape[2]) }
+    }
+
+    /// Some elements of a row.
+    ///
+    /// # Safety
+    ///
+    /// No other reference to one of these elements may be alive.
+    #[allow(clippy::mut_from_ref)]
+    pub(crate) unsafe fn row_part(
+        &self,
+        token: usize,
+        head: usize,
+        elements: Range<usize>,
+    ) -> &mut [T] {
         let [tokens, heads, dim] = self.shape;
         assert!(token < tokens && head < heads, "row {token}, {head} of {:?}", self.shape);
-        let at = token * self.strides[0] + head * self.strides[1];
-        // SAFETY: the constructor checked that every row lies inside the slice.
-        unsafe { std::slice::from_raw_parts_mut(self.start.add(at), dim) }
+        assert!(elements.end <= dim, "elements {elements:?} of {:?}", self.shape);
+        let at = token * self.strides[0] + head * self.strides[1] + elements.start;
+        // SAFETY: the constructor checked that every row lies inside the slice, and these are elements
+        // of one.
+        unsafe { std::slice::from_raw_parts_mut(self.start.add(at), elements.len()) }
     }
 }
 
 /// Asks for `len` elements to be brought into the second cache.
 fn prefetch<T>(start: *const T, len: usize) {
-    #[cfg(target_arch = "x86_64")]
     for offset in (0..len * size_of::<T>()).step_by(64) {
+        prefetch_line(start.cast::<u8>().wrapping_add(offset));
+    }
+}
+
+/// Asks for the cache line at an address, which need not exist, to be brought into the second cache.
+#[inline(always)]
+pub(crate) fn prefetch_line<T>(at: *const T) {
+    #[cfg(target_arch = "x86_64")]
+    {
         use std::arch::x86_64::{_MM_HINT_T1, _mm_prefetch};
         // SAFETY: a prefetch reads nothing, whatever the address; SSE is part of x86-64.
-        unsafe { _mm_prefetch::<_MM_HINT_T1>(start.cast::<i8>().wrapping_add(offset)) };
+        unsafe { _mm_prefetch::<_MM_HINT_T1>(at.cast()) };
     }
     #[cfg(not(target_arch = "x86_64"))]
-    let _ = (start, len);
+    let _ = at;
 }
 
 /// The views of q, k and v in one buffer `[tokens, 3, heads, dim]`.

@@ -25,6 +25,7 @@ pub mod peer;
 pub mod plan;
 pub mod plot;
 pub mod report;
+pub mod results;
 pub mod runner;
 pub mod workload;
 

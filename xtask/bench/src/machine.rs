@@ -1,6 +1,5 @@
 //! What the machine is, and what it reaches: the yardsticks of every row.
 
-use std::any::Any;
 use std::fs;
 use std::num::NonZeroUsize;
 use std::thread::available_parallelism;
@@ -10,7 +9,8 @@ use rayon::prelude::*;
 use serde::Serialize;
 
 use crate::arguments::Dtype;
-use crate::measure::{Effort, Sample, measure};
+use crate::measure::{Effort, Failure, Results, Sample, measure};
+use crate::results::Outputs;
 
 /// Bytes of the array that is copied: more than the caches hold.
 const COPIED: usize = 128 << 20;
@@ -90,20 +90,21 @@ pub fn gemm_gflops(size: usize, sample: &Sample) -> f64 {
 ///
 /// # Errors
 ///
-/// As `sync`.
+/// As [`measure`].
 pub fn gemm<E>(
     device: &Device,
     dtype: Dtype,
     size: usize,
     sync: &dyn Fn() -> Result<(), E>,
     effort: Effort,
-) -> Result<Sample, E> {
+) -> Result<Sample, Failure<E>> {
     let matrix = || {
         let distribution = Distribution::Normal(0.0, 1.0);
         Tensor::<2>::random([size, size], distribution, (device, dtype.burn()))
     };
     let (a, b) = (matrix(), matrix());
-    measure(&|| Box::new(a.clone().matmul(b.clone())) as Box<dyn Any>, sync, effort)
+    let product = || Box::new(Outputs(vec![a.clone().matmul(b.clone())])) as Box<dyn Results>;
+    measure(&product, sync, effort)
 }
 
 /// Rate of a copy in the host's memory, by all threads of the pool, in 10^9 bytes a second.
@@ -128,14 +129,14 @@ pub fn copy_on_host(effort: Effort) -> f64 {
 ///
 /// # Errors
 ///
-/// As `sync`.
+/// As [`measure`].
 pub fn copy_on_device<E>(
     device: &Device,
     sync: &dyn Fn() -> Result<(), E>,
     effort: Effort,
-) -> Result<f64, E> {
+) -> Result<f64, Failure<E>> {
     let from = Tensor::<1>::ones([COPIED / 4], (device, Dtype::F32.burn()));
-    let copy = || Box::new(from.clone().add_scalar(1.0)) as Box<dyn Any>;
+    let copy = || Box::new(Outputs(vec![from.clone().add_scalar(1.0)])) as Box<dyn Results>;
     Ok(copy_gbs(&measure(&copy, sync, effort)?))
 }
 

@@ -5,8 +5,28 @@ use std::time::Instant;
 
 use crate::memory::peak_during;
 
-/// A call to measure. Its results live until the device has finished, so that none of them is skipped.
-pub type Work<'a> = Box<dyn Fn() -> Box<dyn Any> + 'a>;
+/// What a call gives. It lives until the device has finished, so that nothing of it is skipped.
+pub trait Results: Any {
+    /// Reads numbers back.
+    ///
+    /// # Errors
+    ///
+    /// Why they are not the results of a computation: what the device says, or that they are nothing but
+    /// zeros, or not all of them numbers.
+    fn check(&self) -> Result<(), String>;
+}
+
+/// A call to measure.
+pub type Work<'a> = Box<dyn Fn() -> Box<dyn Results> + 'a>;
+
+/// Why there is no time of a call.
+#[derive(Clone, Debug, PartialEq)]
+pub enum Failure<E> {
+    /// The device was lost.
+    Device(E),
+    /// The call gave no results.
+    Results(String),
+}
 
 /// How often to call.
 #[derive(Clone, Copy, Debug)]
@@ -52,25 +72,31 @@ impl Sample {
 /// Calls `work` until it is warm, once more to count its memory, and then to time it. `sync` waits for
 /// the device.
 ///
+/// Some devices run a call after it has returned, and tell of an error only to those who read results:
+/// a call that fails at once would be the fastest. So the results of the first call are read back.
+///
 /// # Errors
 ///
-/// As `sync`.
+/// As `sync`, and when the results are none.
 pub fn measure<E>(
-    work: &dyn Fn() -> Box<dyn Any>,
+    work: &dyn Fn() -> Box<dyn Results>,
     sync: &dyn Fn() -> Result<(), E>,
     effort: Effort,
-) -> Result<Sample, E> {
+) -> Result<Sample, Failure<E>> {
     // Freeing the results is part of the call, as it is in every other framework.
     let call = || {
         let start = Instant::now();
         let results = work();
-        sync()?;
+        sync().map_err(Failure::Device)?;
         drop(results);
         Ok(start.elapsed().as_secs_f64())
     };
+    sync().map_err(Failure::Device)?;
     // The first call of a kernel compiles and tunes it.
-    sync()?;
-    call()?;
+    let results = work();
+    results.check().map_err(Failure::Results)?;
+    drop(results);
+    sync().map_err(Failure::Device)?;
     let (warm, peak_bytes) = peak_during(call);
     let affordable = (effort.max_seconds / warm?.max(1e-9)) as usize;
     let times = (0..effort.repeats.min(affordable).max(1)).map(|_| call().map(|s| s * 1e3));
@@ -93,6 +119,14 @@ mod tests {
         assert_eq!((sample.median_ms, sample.best_ms), (median, best));
     }
 
+    struct Checked(Result<(), String>);
+
+    impl Results for Checked {
+        fn check(&self) -> Result<(), String> {
+            self.0.clone()
+        }
+    }
+
     #[rstest]
     #[case(1e9, 4, 6)]
     #[case(1e-12, 1, 3)]
@@ -104,7 +138,7 @@ mod tests {
         let count = Cell::new(0);
         let work = || {
             count.set(count.get() + 1);
-            Box::new(vec![0_u8; 100]) as Box<dyn Any>
+            Box::new(Checked(Ok(()))) as Box<dyn Results>
         };
         let effort = Effort { repeats: 4, max_seconds };
         let sample = measure(&work, &|| Ok::<(), String>(()), effort).unwrap();
@@ -114,7 +148,19 @@ mod tests {
     #[test]
     fn a_device_that_fails_is_an_error() {
         let effort = Effort { repeats: 2, max_seconds: 1.0 };
-        let error = measure(&|| Box::new(()), &|| Err("lost"), effort).unwrap_err();
-        assert_eq!(error, "lost");
+        let error = measure(&|| Box::new(Checked(Ok(()))), &|| Err("lost"), effort).unwrap_err();
+        assert_eq!(error, Failure::Device("lost"));
+    }
+
+    #[test]
+    fn a_call_without_results_has_no_time() {
+        let effort = Effort { repeats: 2, max_seconds: 1.0 };
+        let calls = Cell::new(0);
+        let work = || {
+            calls.set(calls.get() + 1);
+            Box::new(Checked(Err("out of memory".to_owned()))) as Box<dyn Results>
+        };
+        let error = measure(&work, &|| Ok::<(), String>(()), effort).unwrap_err();
+        assert_eq!((error, calls.get()), (Failure::Results("out of memory".to_owned()), 1));
     }
 }

@@ -10,7 +10,7 @@ use crate::case::Case;
 use crate::machine::{
     Calibration, Machine, copy_on_device, copy_on_host, cores, gemm, gemm_gflops,
 };
-use crate::measure::{Effort, Sample, measure};
+use crate::measure::{Effort, Failure, Sample, measure};
 use crate::peer::{Peer, TorchImplementation};
 use crate::plan::{Point, or_default, points};
 use crate::report::{Contender, Report, Row, Skipped, TORCH, ratios};
@@ -148,10 +148,18 @@ impl Runner<'_> {
         let yardstick = self.calibration(device, contender.threads)?;
         let effort = self.effort();
         let sync = || synchronise(device, case.to_string());
-        let mut sample = in_pool(contender.threads, || {
+        let sample = in_pool(contender.threads, || {
             let work = prepare(case, candidate, &device.device);
             measure(&*work, &sync, effort)
-        })??;
+        })?;
+        let mut sample = match sample {
+            Ok(sample) => sample,
+            Err(Failure::Device(error)) => return Err(error),
+            Err(Failure::Results(reason)) => {
+                self.skip(case, contender, reason);
+                return Ok(());
+            }
+        };
         // Other devices keep memory of their own, or blocks that they took from the host before.
         if !is_on_host(device.name) {
             sample.peak_bytes = None;
@@ -226,8 +234,16 @@ impl Runner<'_> {
             } else {
                 copy_on_device(&device.device, &sync, effort)?
             };
-            Ok::<_, BenchError>((product, copy))
-        })??;
+            Ok((product, copy))
+        })?
+        .map_err(|failure| match failure {
+            Failure::Device(error) => error,
+            Failure::Results(reason) => BenchError::Execution {
+                device: device.name,
+                what: "calibration".to_owned(),
+                reason,
+            },
+        })?;
         let copy_gbs = Some(copy);
         Ok(self.calibrated(device.name, threads, &product, copy_gbs))
     }

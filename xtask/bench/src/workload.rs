@@ -1,7 +1,5 @@
 //! Cases as functions to call.
 
-use std::any::Any;
-
 use burn::module::{Module, ModuleMapper, Param};
 use burn::tensor::module::attention;
 use burn::tensor::ops::AttentionModuleOptions;
@@ -17,7 +15,8 @@ use burn_vision_attention::{
 use crate::arguments::{Implementation, Operation};
 use crate::case::{Case, tower_config};
 use crate::layout::Layout;
-use crate::measure::Work;
+use crate::measure::{Results, Work};
+use crate::results::{InputGradients, Outputs};
 
 /// The most bytes of scores for implementations that hold them all.
 pub const MOST_SCORES: usize = 2 << 30;
@@ -136,13 +135,17 @@ impl Inputs<'_> {
 }
 
 /// Runs the backward pass where the case has one. The sum's gradient is one everywhere.
-fn finish<const D: usize>(outputs: Vec<Tensor<D>>, backward: bool) -> Box<dyn Any> {
+fn finish<const D: usize, const I: usize>(
+    outputs: Vec<Tensor<D>>,
+    input: &Tensor<I>,
+    backward: bool,
+) -> Box<dyn Results> {
     if !backward {
-        return Box::new(outputs);
+        return Box::new(Outputs(outputs));
     }
     let sums = outputs.into_iter().map(Tensor::sum);
-    let gradients = sums.reduce(|a, b| a + b).map(|sum| sum.backward());
-    Box::new(gradients)
+    let sum = sums.reduce(|a, b| a + b).expect("every operation has an output");
+    Box::new(InputGradients { gradients: sum.backward(), input: input.clone() })
 }
 
 fn layer(case: &Case, implementation: Implementation, device: &Device) -> Work<'static> {
@@ -162,7 +165,7 @@ fn layer(case: &Case, implementation: Implementation, device: &Device) -> Work<'
             None => layer.forward(x.clone(), &segments, Some(&rope)),
             Some(mask) => layer_by_burn(&layer, x.clone(), &rope, mask),
         };
-        finish(vec![out], backward)
+        finish(vec![out], &x, backward)
     })
 }
 
@@ -201,7 +204,7 @@ fn attention_alone(case: &Case, implementation: Implementation, device: &Device)
             (Some(mask), _) => attention_by_burn([q, k, v], mask),
             (None, Implementation::BurnMasked) => unreachable!("it has a mask"),
         };
-        finish(vec![out], backward)
+        finish(vec![out], &tensors[0], backward)
     })
 }
 
@@ -235,6 +238,7 @@ fn rope_alone(case: &Case, candidate: Candidate, device: &Device) -> Work<'stati
     let norms = case.qk_norm().then(|| [norm(), norm()]);
     let backward = case.backward;
     Box::new(move || {
+        let input = &q;
         let (q, k) = (q.clone(), k.clone());
         let (q, k) = match candidate {
             Candidate::Composed => {
@@ -250,7 +254,7 @@ fn rope_alone(case: &Case, candidate: Candidate, device: &Device) -> Work<'stati
                 rope_qk_norm(q, k, Some(&rope), norms.as_ref())
             }
         };
-        finish(vec![q, k], backward)
+        finish(vec![q, k], input, backward)
     })
 }
 
@@ -272,7 +276,7 @@ fn tower(case: &Case, implementation: AttentionImplementation, device: &Device) 
     let grids = case.layout.grids();
     Box::new(move || {
         let features = tower.forward(pixels.clone(), &grids);
-        Box::new(features.expect("the grids are those of the pixels"))
+        Box::new(Outputs(vec![features.expect("the grids are those of the pixels")]))
     })
 }
 
@@ -296,7 +300,6 @@ mod tests {
     #![allow(clippy::unwrap_used)]
     use super::*;
     use crate::arguments::{Dtype, Heads};
-    use burn::tensor::Gradients;
     use rstest::rstest;
 
     const EAGER: Candidate =
@@ -321,7 +324,7 @@ mod tests {
             let work = prepare(&case, candidate, &Device::flex());
             // Twice, since every call has to record its own graph.
             for _ in 0..2 {
-                assert!(work().downcast::<Option<Gradients>>().unwrap().is_some());
+                assert_eq!(work().check(), Ok(()));
             }
         }
     }

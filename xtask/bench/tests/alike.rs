@@ -2,9 +2,12 @@
 //! it must be alone in its process.
 #![allow(clippy::unwrap_used)]
 
+use std::any::Any;
+
 use attention_bench::arguments::{Dtype, Heads, Implementation, Operation};
 use attention_bench::case::Case;
 use attention_bench::layout::Layout;
+use attention_bench::results::Outputs;
 use attention_bench::workload::{Candidate, prepare};
 use burn::tensor::{Device, Tensor, TensorData, Tolerance};
 use burn_vision_attention::AttentionImplementation;
@@ -22,7 +25,8 @@ fn outputs<const D: usize>(
     let device = Device::flex();
     device.seed(7);
     let work = prepare(&Case { operation, heads, layout, dtype, backward }, candidate, &device);
-    let outputs: Vec<Tensor<D>> = *work().downcast().unwrap();
+    let results: Box<dyn Any> = work();
+    let Outputs::<D>(outputs) = *results.downcast().unwrap();
     outputs.into_iter().map(Tensor::into_data).collect()
 }
 

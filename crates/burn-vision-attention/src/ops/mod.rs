@@ -13,3 +13,5 @@ mod flex;
 mod kernels;
 pub mod qkv_attention;
 pub mod rope_qk_norm;
+#[cfg(feature = "flex")]
+pub(crate) mod vision_attention;

@@ -11,7 +11,7 @@ pub(super) const SHORT: usize = 256;
 
 /// Packs `tokens` of one head into blocks, times `factor`. Tokens and elements that pad the blocks are
 /// zero. `staging` has room for the rows of a block.
-pub(super) fn pack<T: Element>(
+pub(crate) fn pack<T: Element>(
     kernels: &Kernels<T::Compute>,
     view: &View<'_, T>,
     head: usize,

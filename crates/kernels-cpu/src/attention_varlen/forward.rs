@@ -35,14 +35,14 @@ struct Packed<C> {
 pub(super) fn forward<T: Element>(
     set: InstructionSet,
     attention: &Attention<'_, T>,
-    out: &mut [T],
+    out: ViewMut<'_, T>,
     lse: &mut [f32],
 ) {
-    let Sizes { tokens_q, heads, value_dim, .. } = attention.sizes();
+    let Sizes { tokens_q, heads, .. } = attention.sizes();
     let pass = Pass {
         kernels: T::Compute::kernels(set),
         attention,
-        out: ViewMut::contiguous(out, [tokens_q, heads, value_dim]).out,
+        out: out.out,
         lse: ViewMut::contiguous(lse, [tokens_q, heads, 1]).out,
     };
     let plan = Plan::new(attention);

@@ -7,13 +7,13 @@
 
 mod backward;
 mod band;
-mod blocks;
+pub(crate) mod blocks;
 mod forward;
 mod work;
 
 use crate::element::Element;
 use crate::simd::InstructionSet;
-use crate::view::View;
+use crate::view::{View, ViewMut};
 
 /// What the caller may choose.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -109,7 +109,21 @@ pub fn forward_with<T: Element>(
     lse: &mut [f32],
 ) {
     let sizes = attention.check();
-    expect_len("out", sizes.tokens_q * sizes.heads * sizes.value_dim, out.len());
+    let shape = [sizes.tokens_q, sizes.heads, sizes.value_dim];
+    expect_len("out", shape.iter().product(), out.len());
+    forward_into(set, attention, ViewMut::contiguous(out, shape), lse);
+}
+
+/// [`forward_with`] to rows that need not lie side by side.
+pub(crate) fn forward_into<T: Element>(
+    set: InstructionSet,
+    attention: &Attention<'_, T>,
+    out: ViewMut<'_, T>,
+    lse: &mut [f32],
+) {
+    let sizes = attention.check();
+    let shape = [sizes.tokens_q, sizes.heads, sizes.value_dim];
+    assert_eq!(out.shape(), shape, "out: expected the shape {shape:?}");
     expect_len("lse", sizes.tokens_q * sizes.heads, lse.len());
     forward::forward(set, attention, out, lse);
 }
@@ -217,7 +231,7 @@ fn expect_len(argument: &str, expected: usize, len: usize) {
     assert_eq!(len, expected, "{argument}: expected {expected} elements, got {len}");
 }
 
-fn expect_offsets(argument: &str, tokens: usize, offsets: &[i32]) {
+pub(crate) fn expect_offsets(argument: &str, tokens: usize, offsets: &[i32]) {
     let valid = offsets.first() == Some(&0)
         && offsets.is_sorted()
         && offsets.last().is_some_and(|&last| last as usize == tokens);

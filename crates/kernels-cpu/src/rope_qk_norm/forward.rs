@@ -1,8 +1,10 @@
 //! The forward pass.
 
+use std::ops::Range;
+
 use super::{RmsNorm, RotaryTables, widened_weight};
 use crate::element::{Element, Real};
-use crate::simd::{InstructionSet, NormRotate, RowNorm};
+use crate::simd::{InstructionSet, Kernels, NormRotate, RowNorm};
 use crate::view::{Out, View};
 
 pub(super) fn forward<T: Element>(
@@ -12,45 +14,106 @@ pub(super) fn forward<T: Element>(
     tables: Option<&RotaryTables<'_>>,
     out: Out<'_, T>,
 ) {
-    let kernels = T::Compute::kernels(set);
     let [tokens, heads, dim] = x.shape();
-    let weight = norm.map(widened_weight);
-    let norm = norm.zip(weight.as_ref()).map(|(norm, (weight, rounds))| {
-        let epsilon = <T::Compute as Real>::from_f64(norm.epsilon);
-        (RowNorm { weight: Some(weight), epsilon }, *rounds)
-    });
+    let rotation = NormRotation::new(set, x.shape(), norm, tables);
     super::over_tokens(tokens, heads * dim, |_, tokens| {
-        let mut staging = vec![<T::Compute as Real>::ZERO; 4 * dim];
-        let (tables_staging, staging) = staging.split_at_mut(dim);
+        let zero = <T::Compute as Real>::ZERO;
+        let mut staging = vec![zero; (1 + NormRotation::<T>::STAGING) * dim];
         let (from, staging) = staging.split_at_mut(dim);
-        let (normal, to) = staging.split_at_mut(dim);
         for token in tokens {
-            let tables = super::table_rows(tables, token, dim, tables_staging);
             for head in 0..heads {
                 x.prefetch(token + 1..(token + 2).min(x.shape()[0]), head);
                 // SAFETY: every token and head is visited once, by one task.
                 let target = unsafe { out.row(token, head) };
-                let source = x.compute_row(token, head, from);
-                if let Some(out) = T::as_compute_mut(target) {
-                    let norm = norm.map(|(norm, _)| norm);
-                    (kernels.norm_rotate)(NormRotate { x: source, out, norm, tables });
-                    continue;
-                }
-                let source = match norm {
-                    Some((norm, rounds)) => {
-                        let plain = Some(RowNorm { weight: None, ..norm });
-                        let args = NormRotate { x: source, out: normal, norm: plain, tables: None };
-                        (kernels.norm_rotate)(args);
-                        weigh(normal, norm.weight.unwrap_or(&[]), rounds, target);
-                        &*normal
-                    }
-                    None => source,
-                };
-                (kernels.norm_rotate)(NormRotate { x: source, out: to, norm: None, tables });
-                T::narrow_all(to, target);
+                rotation.row(token, x.compute_row(token, head, from), target, staging);
             }
         }
     });
+}
+
+/// Norm and rotation of one row after another.
+pub(crate) struct NormRotation<'a, T: Element> {
+    kernels: &'static Kernels<T::Compute>,
+    norm: Option<Norm<T::Compute>>,
+    tables: Option<RotaryTables<'a>>,
+    head_dim: usize,
+}
+
+/// A norm in the compute type.
+#[derive(Clone)]
+struct Norm<C> {
+    weight: Vec<C>,
+    epsilon: C,
+    /// Whether products with the weight are rounded to the input's type.
+    rounds: bool,
+}
+
+impl<'a, T: Element> NormRotation<'a, T> {
+    /// Rows of staging that [`NormRotation::row`] needs.
+    pub(crate) const STAGING: usize = 3;
+
+    /// # Panics
+    ///
+    /// When norm and tables are not for rows `[tokens, heads, head_dim]`.
+    pub(crate) fn new(
+        set: InstructionSet,
+        shape: [usize; 3],
+        norm: Option<&RmsNorm<'_, T>>,
+        tables: Option<&RotaryTables<'a>>,
+    ) -> Self {
+        super::check(shape, norm, tables);
+        let norm = norm.map(|norm| {
+            let (weight, rounds) = widened_weight(norm);
+            Norm { weight, epsilon: Real::from_f64(norm.epsilon), rounds }
+        });
+        let [_, _, head_dim] = shape;
+        Self { kernels: T::Compute::kernels(set), norm, tables: tables.copied(), head_dim }
+    }
+
+    /// The same for some of the tokens, counted anew.
+    pub(crate) fn tokens(&self, tokens: Range<usize>) -> Self {
+        let half = self.head_dim / 2;
+        let rows = tokens.start * half..tokens.end * half;
+        let tables = self.tables.map(|RotaryTables { cos, sin }| RotaryTables {
+            cos: &cos[rows.clone()],
+            sin: &sin[rows],
+        });
+        Self { norm: self.norm.clone(), tables, ..*self }
+    }
+
+    /// Norm and rotation of the elements of one head.
+    pub(crate) fn row(
+        &self,
+        token: usize,
+        source: &[T::Compute],
+        target: &mut [T],
+        staging: &mut [T::Compute],
+    ) {
+        let dim = source.len();
+        let (tables_staging, staging) = staging.split_at_mut(dim);
+        let tables = super::table_rows(self.tables.as_ref(), token, dim, tables_staging);
+        let norm = self.norm.as_ref();
+        let row_norm =
+            norm.map(|norm| RowNorm { weight: Some(&norm.weight), epsilon: norm.epsilon });
+        if let Some(out) = T::as_compute_mut(target) {
+            (self.kernels.norm_rotate)(NormRotate { x: source, out, norm: row_norm, tables });
+            return;
+        }
+        let (normal, rest) = staging.split_at_mut(dim);
+        let to = &mut rest[..dim];
+        let source = match row_norm.zip(norm) {
+            Some((row_norm, norm)) => {
+                let plain = Some(RowNorm { weight: None, ..row_norm });
+                let args = NormRotate { x: source, out: normal, norm: plain, tables: None };
+                (self.kernels.norm_rotate)(args);
+                weigh(normal, &norm.weight, norm.rounds, target);
+                &*normal
+            }
+            None => source,
+        };
+        (self.kernels.norm_rotate)(NormRotate { x: source, out: to, norm: None, tables });
+        T::narrow_all(to, target);
+    }
 }
 
 /// Rounds to `T`, multiplies with the weight, and rounds again if `rounds`; `rounded` is overwritten.

@@ -12,6 +12,8 @@
 mod backward;
 mod forward;
 
+pub(crate) use forward::NormRotation;
+
 use std::ops::Range;
 
 use rayon::prelude::*;

@@ -8,6 +8,7 @@
 
 use std::ops::Range;
 
+use super::product::Product;
 use super::rows::{NormRotate, NormRotateBackward};
 use super::vector::Vector;
 use crate::element::Real;
@@ -17,11 +18,16 @@ use crate::element::Real;
 pub struct Kernels<C> {
     /// Tokens per block.
     pub(crate) block: usize,
+    /// Numbers per register.
+    pub(crate) lanes: usize,
     /// Rows are computed in groups of this size, which divides `block`: dimensions of blocks are padded
     /// to a multiple of it.
     pub(crate) panel: usize,
+    /// Rows of a tile of `product`.
+    pub(crate) rows: usize,
     pub(crate) along: fn(Along<'_, C>),
     pub(crate) across: fn(Across<'_, C>),
+    pub(crate) product: fn(Product<'_, C>),
     pub(crate) transpose: fn(Transpose<'_, C>),
     pub(crate) softmax: fn(Softmax<'_, C>),
     pub(crate) softcap: fn(Softcap<'_, C>),

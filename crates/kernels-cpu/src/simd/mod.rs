@@ -1,6 +1,7 @@
 //! Which vector instructions run, and the inner loops written with them.
 
 mod kernels;
+mod product;
 mod rows;
 mod vector;
 #[cfg(target_arch = "x86_64")]
@@ -11,6 +12,7 @@ use std::sync::OnceLock;
 
 pub use kernels::Kernels;
 pub(crate) use kernels::{Across, Along, ScoreGradient, Softcap, Softmax, Transpose};
+pub(crate) use product::Product;
 pub(crate) use rows::{NormRotate, NormRotateBackward, RowNorm};
 pub use vector::Vector;
 
@@ -102,6 +104,8 @@ macro_rules! kernels {
             type V = $vector;
             type C = <V as Vector>::Scalar;
             const PANEL: usize = V::PANEL;
+            const ROWS: usize = V::ROWS;
+            const VECTORS: usize = V::VECTORS;
             const _: () = assert!(V::BLOCK.is_multiple_of(PANEL));
 
             macro_rules! loops {
@@ -122,9 +126,14 @@ macro_rules! kernels {
             }
             Kernels {
                 block: V::BLOCK,
+                lanes: V::LANES,
                 panel: PANEL,
+                rows: ROWS,
                 along: loops!(along: kernels::Along<'_, C> = kernels::along::<V, PANEL>),
                 across: loops!(across: kernels::Across<'_, C> = kernels::across::<V, PANEL>),
+                product: loops!(
+                    product: product::Product<'_, C> = product::product::<V, ROWS, VECTORS>
+                ),
                 transpose: loops!(transpose: kernels::Transpose<'_, C> = kernels::transpose::<V>),
                 softmax: loops!(softmax: kernels::Softmax<'_, C> = kernels::softmax::<V>),
                 softcap: loops!(softcap: kernels::Softcap<'_, C> = kernels::softcap::<V>),

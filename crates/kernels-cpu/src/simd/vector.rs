@@ -15,6 +15,9 @@ pub trait Vector: Copy {
     const VECTORS: usize;
     /// Rows of a micro-kernel: `PANEL * VECTORS` accumulators stay in registers. Divides `BLOCK`.
     const PANEL: usize;
+    /// Rows of a tile of a matrix product: `ROWS * VECTORS` accumulators, the vectors of a row and a
+    /// factor fill the registers.
+    const ROWS: usize;
 
     /// Tokens per block.
     const BLOCK: usize = Self::VECTORS * Self::LANES;
@@ -122,6 +125,7 @@ macro_rules! portable_vector {
             // 64-bit Arm has twice the registers of the x86-64 baseline.
             const VECTORS: usize = if cfg!(target_arch = "aarch64") { 4 } else { 2 };
             const PANEL: usize = 4;
+            const ROWS: usize = 4;
 
             #[inline(always)]
             fn splat(value: $scalar) -> Self {

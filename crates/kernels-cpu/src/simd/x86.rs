@@ -22,6 +22,7 @@ pub struct Avx2F64(__m256d);
 macro_rules! vector {
     (
         $vector:ident, $scalar:ty, lanes $lanes:literal, vectors $vectors:literal, panel $panel:literal,
+        rows $rows:literal,
         splat $splat:ident, load $load:ident, store $store:ident, add $add:ident, sub $sub:ident,
         mul $mul:ident, div $div:ident, fmadd $fmadd:ident, max $max:ident, min $min:ident,
         mask |$count:ident| $mask:expr, load_first $load_first:expr, store_first $store_first:ident,
@@ -36,6 +37,7 @@ macro_rules! vector {
             const LANES: usize = $lanes;
             const VECTORS: usize = $vectors;
             const PANEL: usize = $panel;
+            const ROWS: usize = $rows;
 
             #[inline(always)]
             fn splat(value: $scalar) -> Self {
@@ -141,7 +143,7 @@ macro_rules! vector {
 const NEAREST: i32 = _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC;
 
 vector!(
-    Avx512F32, f32, lanes 16, vectors 2, panel 8,
+    Avx512F32, f32, lanes 16, vectors 2, panel 8, rows 12,
     splat _mm512_set1_ps, load _mm512_loadu_ps, store _mm512_storeu_ps,
     add _mm512_add_ps, sub _mm512_sub_ps, mul _mm512_mul_ps, div _mm512_div_ps,
     fmadd _mm512_fmadd_ps, max _mm512_max_ps, min _mm512_min_ps,
@@ -156,7 +158,7 @@ vector!(
 );
 
 vector!(
-    Avx512F64, f64, lanes 8, vectors 2, panel 8,
+    Avx512F64, f64, lanes 8, vectors 2, panel 8, rows 12,
     splat _mm512_set1_pd, load _mm512_loadu_pd, store _mm512_storeu_pd,
     add _mm512_add_pd, sub _mm512_sub_pd, mul _mm512_mul_pd, div _mm512_div_pd,
     fmadd _mm512_fmadd_pd, max _mm512_max_pd, min _mm512_min_pd,
@@ -170,7 +172,7 @@ vector!(
 );
 
 vector!(
-    Avx2F32, f32, lanes 8, vectors 2, panel 4,
+    Avx2F32, f32, lanes 8, vectors 2, panel 4, rows 6,
     splat _mm256_set1_ps, load _mm256_loadu_ps, store _mm256_storeu_ps,
     add _mm256_add_ps, sub _mm256_sub_ps, mul _mm256_mul_ps, div _mm256_div_ps,
     fmadd _mm256_fmadd_ps, max _mm256_max_ps, min _mm256_min_ps,
@@ -197,7 +199,7 @@ vector!(
 );
 
 vector!(
-    Avx2F64, f64, lanes 4, vectors 2, panel 4,
+    Avx2F64, f64, lanes 4, vectors 2, panel 4, rows 6,
     splat _mm256_set1_pd, load _mm256_loadu_pd, store _mm256_storeu_pd,
     add _mm256_add_pd, sub _mm256_sub_pd, mul _mm256_mul_pd, div _mm256_div_pd,
     fmadd _mm256_fmadd_pd, max _mm256_max_pd, min _mm256_min_pd,

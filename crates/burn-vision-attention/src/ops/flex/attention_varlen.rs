@@ -4,7 +4,7 @@ use burn::backend::Flex;
 use burn::backend::flex::FlexTensor;
 use burn::tensor::Shape;
 use kernels_cpu::attention_varlen as kernel;
-use kernels_cpu::{Attention, Gradients, OutputGradient, View};
+use kernels_cpu::{Attention, Gradients, OutputGradient, View, zeros};
 
 use super::Native;
 use crate::Segments;
@@ -71,12 +71,19 @@ pub(super) fn attention<'a, T: Native>(
         v,
         offsets_q: segments_q.offsets(),
         offsets_k: segments_k.offsets(),
-        options: kernel::AttentionOptions {
-            softmax_scale: options.scale(head_dim),
-            is_causal: options.is_causal,
-            window: (options.window.left, options.window.right),
-            softcap: options.softcap,
-        },
+        options: kernel_options(options, head_dim),
+    }
+}
+
+pub(super) fn kernel_options(
+    options: &AttentionOptions,
+    head_dim: usize,
+) -> kernel::AttentionOptions {
+    kernel::AttentionOptions {
+        softmax_scale: options.scale(head_dim),
+        is_causal: options.is_causal,
+        window: (options.window.left, options.window.right),
+        softcap: options.softcap,
     }
 }
 
@@ -84,9 +91,4 @@ pub(super) fn attention<'a, T: Native>(
 pub(super) fn rows(tensor: &FlexTensor) -> Vec<f32> {
     let tensor = tensor.to_contiguous();
     tensor.as_slice::<f32>().expect("lse is f32 and was made contiguous").to_vec()
-}
-
-/// Zeros, whose pages the system hands out when a kernel first writes to them.
-pub(super) fn zeros<T: Native>(len: usize) -> Vec<T> {
-    vec![T::ZERO; len]
 }

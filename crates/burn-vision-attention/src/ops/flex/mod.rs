@@ -41,6 +41,9 @@ macro_rules! by_dtype {
     };
 }
 
+// After the macro that it uses.
+mod vision_attention;
+
 impl PackedAttentionBackend for Flex {
     fn packed_attention(
         q: FloatTensor<Self>,
@@ -170,8 +173,6 @@ pub(super) fn supports_rope_qk_norm(dtype: DType, weight: Option<DType>) -> Resu
 
 /// A type that tensors hold and kernels compute with.
 trait Native: kernels_cpu::Element {
-    const ZERO: Self;
-
     /// The elements of a tensor's buffer.
     fn storage(tensor: &FlexTensor) -> &[Self];
 
@@ -194,10 +195,8 @@ trait Native: kernels_cpu::Element {
 }
 
 macro_rules! native {
-    ($type:ty, $zero:expr, $dtype:expr) => {
+    ($type:ty, $dtype:expr) => {
         impl Native for $type {
-            const ZERO: Self = $zero;
-
             fn storage(tensor: &FlexTensor) -> &[Self] {
                 tensor.storage()
             }
@@ -214,7 +213,7 @@ macro_rules! native {
     };
 }
 
-native!(f64, 0.0, DType::F64);
-native!(f32, 0.0, DType::F32);
-native!(f16, f16::ZERO, DType::F16);
-native!(bf16, bf16::ZERO, DType::BF16);
+native!(f64, DType::F64);
+native!(f32, DType::F32);
+native!(f16, DType::F16);
+native!(bf16, DType::BF16);

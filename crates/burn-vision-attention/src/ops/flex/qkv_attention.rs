@@ -4,9 +4,9 @@ use burn::backend::Flex;
 use burn::backend::flex::FlexTensor;
 use kernels_cpu::attention_varlen as kernel;
 use kernels_cpu::rope_qk_norm::GradientBuffers;
-use kernels_cpu::{Gradients, OutputGradient, View, ViewMut};
+use kernels_cpu::{Gradients, OutputGradient, View, ViewMut, zeros};
 
-use super::attention_varlen::{attention, rows, zeros};
+use super::attention_varlen::{attention, rows};
 use super::{Native, attention_varlen, rope_qk_norm};
 use crate::Segments;
 use crate::ops::attention_varlen::AttentionOptions;

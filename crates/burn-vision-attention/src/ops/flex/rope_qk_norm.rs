@@ -5,10 +5,9 @@ use burn::backend::flex::FlexTensor;
 use burn::tensor::{DType, Shape};
 use kernels_cpu::rope_qk_norm as kernel;
 use kernels_cpu::rope_qk_norm::{GradientBuffers, NormWeight, RmsNorm, RotaryTables};
-use kernels_cpu::{View, ViewMut};
+use kernels_cpu::{View, ViewMut, zeros};
 
 use super::Native;
-use super::attention_varlen::zeros;
 use crate::ops::backend::{Norm, Rotation, Scale};
 
 /// The norm of q and that of k.
@@ -66,13 +65,13 @@ pub(super) fn backward_into<T: Native>(
 }
 
 /// The arguments of a call, with tables and weight side by side in memory.
-struct Call {
+pub(super) struct Call {
     tables: Option<[FlexTensor; 2]>,
     norm: Option<(FlexTensor, f64)>,
 }
 
 impl Call {
-    fn new(rotation: &Rotation<Flex>, scale: &Scale<Flex>) -> Self {
+    pub(super) fn new(rotation: &Rotation<Flex>, scale: &Scale<Flex>) -> Self {
         let tables = match rotation {
             Rotation::Absent => None,
             Rotation::Tables { cos, sin } => Some([cos.to_contiguous(), sin.to_contiguous()]),
@@ -84,7 +83,7 @@ impl Call {
         Self { tables, norm }
     }
 
-    fn tables(&self) -> Option<RotaryTables<'_>> {
+    pub(super) fn tables(&self) -> Option<RotaryTables<'_>> {
         self.tables.as_ref().map(|tables| {
             let [cos, sin] = tables
                 .each_ref()
@@ -93,7 +92,7 @@ impl Call {
         })
     }
 
-    fn norm<T: Native>(&self) -> Option<RmsNorm<'_, T>> {
+    pub(super) fn norm<T: Native>(&self) -> Option<RmsNorm<'_, T>> {
         self.norm.as_ref().map(|(weight, epsilon)| {
             let elements = weight.layout().num_elements();
             let weight = match weight.dtype() {
