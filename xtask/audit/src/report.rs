@@ -35,6 +35,13 @@ pub struct Row {
 }
 
 impl Row {
+    /// Whether it is written for matrix units and yet multiplies without them in its hottest loop, or
+    /// no second block resides beside it to hide its latencies.
+    fn wastes_matrix_units(&self) -> bool {
+        let asked = self.blueprint.split(' ').any(|word| word == "mma");
+        asked && (self.hot_loop.matrix_products == 0 || self.resident_blocks < 2)
+    }
+
     /// All shared memory of a block, in bytes.
     pub fn all_shared_memory(&self) -> usize {
         self.shared_memory + self.usage.static_shared_memory as usize
@@ -67,9 +74,15 @@ impl Report {
         self.rows.iter().filter(move |row| row.verdict == verdict)
     }
 
-    /// Whether there are kernels, and none needs local memory.
+    /// Rows of kernels for matrix units that do not use them as they should.
+    pub fn wasteful(&self) -> impl Iterator<Item = &Row> {
+        self.rows.iter().filter(|row| row.wastes_matrix_units())
+    }
+
+    /// Whether there are kernels, none needs local memory, and those for matrix units use them.
     pub fn passed(&self) -> bool {
-        !self.rows.is_empty() && self.failures().next().is_none()
+        let faults = self.failures().chain(self.wasteful());
+        !self.rows.is_empty() && faults.count() == 0
     }
 
     /// A line per operation and architecture: kernels, and the most registers and shared memory.
@@ -106,6 +119,10 @@ impl Report {
             if self.judged(verdict).next().is_some() {
                 lines.push(format!("{title}:\n{}", table(self.judged(verdict))));
             }
+        }
+        if self.wasteful().next().is_some() {
+            let title = "no matrix instruction in the hottest loop, or no second resident block";
+            lines.push(format!("{title}:\n{}", table(self.wasteful())));
         }
         let [traded, failed] = [traded, failed].map(|verdict| self.judged(verdict).count());
         // The counts stand alone on the last line; scripts read it.
@@ -208,6 +225,23 @@ mod tests {
         let counts = "2 kernels, 0 that spill though registers are left, 1 that need local memory";
         assert!(text.ends_with(counts), "{text}");
         assert_eq!(text.matches("does not fit").count(), 2, "named in the table and below: {text}");
+    }
+
+    #[rstest]
+    #[case::as_it_should("attention_varlen mma f16", 16, 2, true)]
+    #[case::without_instructions("attention_varlen mma f16", 0, 2, false)]
+    #[case::alone("attention_varlen backward mma f16", 16, 1, false)]
+    #[case::plain("attention_varlen simt f16", 0, 1, true)]
+    fn matrix_units_are_used_where_they_are_asked_for(
+        #[case] blueprint: &str,
+        #[case] matrix_products: u32,
+        #[case] resident_blocks: u32,
+        #[case] passes: bool,
+    ) {
+        let mut row = row(blueprint, Usage::default());
+        row.hot_loop.matrix_products = matrix_products;
+        row.resident_blocks = resident_blocks;
+        assert_eq!(Report::new(vec![row]).passed(), passes);
     }
 
     #[test]
