@@ -254,6 +254,7 @@ fn problem(head_dim: usize, value_dim: usize) -> AttentionProblem {
 }
 
 #[test]
+#[cfg_attr(feature = "cpu", ignore = "names what other devices choose and lack")]
 fn refusals_name_the_property() {
     let Some(client) = client() else { return };
     let refusal = |problem| supports(client.properties(), &problem).unwrap_err();
@@ -294,6 +295,7 @@ fn refusals_name_the_property() {
 }
 
 #[test]
+#[cfg_attr(feature = "cpu", ignore = "names what other devices choose and lack")]
 fn blueprints_fit_the_smallest_devices_and_print() {
     let Some(client) = client() else { return };
     for tiles in [Tiles::Device, Tiles::Gpu, Tiles::CpuRuntime] {

@@ -307,6 +307,7 @@ fn nan_stays_in_its_head() {
 }
 
 #[test]
+#[cfg_attr(feature = "cpu", ignore = "names what other devices choose and lack")]
 fn refusals_and_fallbacks() {
     let Some(client) = client() else { return };
     let mut problem =

@@ -7,7 +7,7 @@ use cubecl::ir::{AddressType, DeviceProperties, ElemType, FloatKind};
 use super::RopeQkNormProblem;
 use crate::{
     TensorLayout, Unsupported,
-    device::{address_type, check_bindings, check_dtype, check_units},
+    device::{DeviceKind, address_type, check_bindings, check_dtype, check_units},
 };
 
 /// Most units that work on one head. More would leave too few elements for each.
@@ -122,7 +122,7 @@ pub fn supports(
         check_bindings(properties, single + tables)?;
     }
     let vector = vector_size(problem);
-    let (units_per_head, heads_per_cube) = split_units(head_dim / 2 / vector);
+    let (units_per_head, heads_per_cube) = split_units(properties, head_dim / 2 / vector);
     let blueprint = RopeQkNormBlueprint {
         head_dim,
         dtype: problem.dtype,
@@ -167,7 +167,11 @@ pub(super) fn check_rows(
 }
 
 /// Units per head and heads per cube, for heads of `half` vector pairs.
-pub(super) fn split_units(half: usize) -> (usize, usize) {
+pub(super) fn split_units(properties: &DeviceProperties, half: usize) -> (usize, usize) {
+    if DeviceKind::of(properties) == DeviceKind::Cpu {
+        // Units that meet at barriers are threads: one has nobody to wait for.
+        return (1, 1);
+    }
     let units_per_head = half.div_ceil(half.div_ceil(MAX_UNITS_PER_HEAD));
     (units_per_head, UNITS / units_per_head)
 }

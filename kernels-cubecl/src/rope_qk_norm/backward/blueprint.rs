@@ -155,7 +155,7 @@ pub fn supports(
     bindings += 2 * u32::from(problem.rotary.is_some());
     check_bindings(properties, bindings)?;
     let vector = vector_size(problem);
-    let (units_per_head, heads_per_cube) = split_units(problem.head_dim / 2 / vector);
+    let (units_per_head, heads_per_cube) = split_units(properties, problem.head_dim / 2 / vector);
     // Groups may lie apart, so what counts is the room that they take together.
     let room = |strides| TensorLayout::contiguous([problem.span(strides), 1, 1]);
     let mut tensors = vec![("dx", room(problem.dx))];
@@ -174,6 +174,9 @@ pub fn supports(
         address_type: address_type(properties, &tensors)?,
     };
     check_units(properties, blueprint.units() as u32)?;
+    if let Some(blueprint) = blueprint.weight_gradient() {
+        check_units(properties, blueprint.units() as u32)?;
+    }
     Ok(blueprint)
 }
 
