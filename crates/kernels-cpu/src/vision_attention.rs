@@ -32,7 +32,7 @@ struct Limits {
     bytes: usize,
 }
 
-const LIMITS: Limits = Limits { tokens: 512, bytes: 64 << 20 };
+const LIMITS: Limits = Limits { tokens: 512, bytes: 32 << 20 };
 
 /// A layer and its input.
 #[derive(Clone, Copy, Debug)]
@@ -99,8 +99,8 @@ fn forward_within<T: Element>(
     let is_large = 3 * longest * width * size_of::<T>() > limits.bytes;
     let parts = if is_large { PARTS.min(layer.heads) } else { 1 };
     let pass = Pass { set, layer, rotations: changes.then_some(rotations), longest };
-    let proj = Packed::new(set, &layer.proj);
     if parts == 1 {
+        let proj = Packed::new(set, &layer.proj);
         let heads = Heads::new(&pass, 0..layer.heads);
         // Threads that work on segments of their own wait for each other at the very end alone.
         let idle = Mutex::new(Vec::new());
@@ -127,6 +127,7 @@ fn forward_within<T: Element>(
             heads.attend(&pass, chunk, &mut buffers, &mut context[start..], width);
         }
     }
+    let proj = Packed::new(set, &layer.proj);
     pass.project_back(&context, &proj, &out, 0..tokens);
 }
 
