@@ -18,21 +18,18 @@ use crate::rope_qk_norm::{NormRotation, RmsNorm, RotaryTables};
 use crate::simd::InstructionSet;
 use crate::view::{View, ViewMut};
 
-/// Parts of the heads of a long segment: with three, their q, k and v take as much memory as the result.
-const PARTS: usize = 3;
-
 /// What goes through the layer together.
 #[derive(Clone, Copy, Debug)]
 struct Limits {
     /// Segments are gathered until they have so many tokens: the weights come from far away for each lot
     /// of them, which should be worth it.
     tokens: usize,
-    /// Where q, k and v of some segments take more bytes, they are computed for a part of the heads at a
-    /// time.
+    /// Where q, k and v of some segments take more bytes, they are computed for so many heads at a time
+    /// that they take a quarter of this.
     bytes: usize,
 }
 
-const LIMITS: Limits = Limits { tokens: 512, bytes: 32 << 20 };
+const LIMITS: Limits = Limits { tokens: 512, bytes: 128 << 20 };
 
 /// A layer and its input.
 #[derive(Clone, Copy, Debug)]
@@ -96,8 +93,9 @@ fn forward_within<T: Element>(
     let chunks = chunks(layer.offsets, limits.tokens);
     let longest = chunks.iter().map(|chunk| layer.tokens(chunk).len()).max().unwrap_or(0);
     let width = layer.heads * head_dim;
-    let is_large = 3 * longest * width * size_of::<T>() > limits.bytes;
-    let parts = if is_large { PARTS.min(layer.heads) } else { 1 };
+    let bytes = 3 * longest * width * size_of::<T>();
+    let parts = if bytes <= limits.bytes { 1 } else { bytes.div_ceil((limits.bytes / 4).max(1)) };
+    let parts = parts.min(layer.heads);
     let pass = Pass { set, layer, rotations: changes.then_some(rotations), longest };
     if parts == 1 {
         let proj = Packed::new(set, &layer.proj);
@@ -382,7 +380,6 @@ mod tests {
         #[values(&[50], &[7, 0, 33, 1, 20], &[], &[0, 0])] lengths: &[i32],
         // All at once; a few segments at a time; some heads at a time; both.
         #[values((1000, usize::MAX), (16, usize::MAX), (1000, 0), (16, 0))] limits: (usize, usize),
-        // Fewer heads than parts, and more.
         #[values(2, 4)] heads: usize,
         #[values(false, true)] plain: bool,
     ) {
