@@ -172,7 +172,7 @@ pub fn candidates(
     properties: &DeviceProperties,
     problem: &AttentionProblem,
 ) -> Result<Vec<AttentionBlueprint>, Unsupported> {
-    let of = |engine| engine_blueprints(properties, problem, engine);
+    let of = |engine| candidates_on(properties, problem, engine);
     let fast = Engine::fast(properties, problem.dtype);
     match fast.and_then(|engine| Some((engine, of(engine).ok()?))) {
         // Through shared memory there and back may cost what the matrix units win.
@@ -180,23 +180,6 @@ pub fn candidates(
         Some((_, blueprints)) => Ok(blueprints),
         None => of(Engine::Simt),
     }
-}
-
-/// As [`candidates`], on this engine alone.
-///
-/// # Errors
-///
-/// As [`supports_engine`].
-///
-/// # Panics
-///
-/// As [`supports`].
-pub fn candidates_on(
-    properties: &DeviceProperties,
-    problem: &AttentionProblem,
-    engine: Engine,
-) -> Result<Vec<AttentionBlueprint>, Unsupported> {
-    engine_blueprints(properties, problem, engine)
 }
 
 /// As [`supports`], on this engine alone.
@@ -214,11 +197,19 @@ pub fn supports_engine(
     engine: Engine,
 ) -> Result<AttentionBlueprint, Unsupported> {
     // There is at least one where there is no error.
-    engine_blueprints(properties, problem, engine).map(|blueprints| blueprints[0])
+    candidates_on(properties, problem, engine).map(|blueprints| blueprints[0])
 }
 
-/// The blueprints on one engine, the likeliest first, at least one.
-fn engine_blueprints(
+/// As [`candidates`], on this engine alone.
+///
+/// # Errors
+///
+/// As [`supports_engine`].
+///
+/// # Panics
+///
+/// As [`supports`].
+pub fn candidates_on(
     properties: &DeviceProperties,
     problem: &AttentionProblem,
     engine: Engine,

@@ -5,8 +5,9 @@ use cubecl::prelude::*;
 /// The vector that tiles are held in.
 pub(crate) type F4 = Vector<f32, Const<4>>;
 
-/// Copies `tile_rows` rows of `width` vectors of 4 into shared rows of `pitch` vectors, converting to f32. Row 0 starts at element `origin` and rows are `source.stride(0)`
-/// apart; rows from `valid` on become zeros and read no memory.
+/// Copies `tile_rows` rows of `width` vectors of 4 into shared rows of `pitch` vectors, converting to
+/// f32. Row 0 starts at element `origin` and rows are `source.stride(0)` apart; rows from `valid` on
+/// become zeros and read no memory.
 #[cube]
 pub(crate) fn load_rows<F: Float, N: Size>(
     source: &Tensor<Vector<F, N>>,

@@ -22,9 +22,19 @@ pub(crate) fn support(
 
 #[cfg(feature = "kernels")]
 fn flash_attention_2(device: &Device, requirements: &KernelRequirements) -> Result<(), String> {
-    let KernelRequirements { dtype, head_dim, value_dim } = *requirements;
-    let shapes = [[1, 1, head_dim], [1, 1, head_dim], [1, 1, value_dim]];
-    crate::ops::kernels::supports_attention(device, dtype, shapes, &Default::default())
+    crate::ops::kernels::supports_attention(
+        device,
+        requirements.dtype,
+        shapes(requirements),
+        &Default::default(),
+    )
+}
+
+/// The smallest q, k and v with these dimensions.
+#[cfg(feature = "kernels")]
+fn shapes(requirements: &KernelRequirements) -> [[usize; 3]; 3] {
+    let KernelRequirements { head_dim, value_dim, .. } = *requirements;
+    [[1, 1, head_dim], [1, 1, head_dim], [1, 1, value_dim]]
 }
 
 /// The kernel that `flash_attention_2` runs, in words: its engine, tiles and memory.
@@ -33,9 +43,12 @@ pub(crate) fn describe(
     device: &Device,
     requirements: &KernelRequirements,
 ) -> Result<String, String> {
-    let KernelRequirements { dtype, head_dim, value_dim } = *requirements;
-    let shapes = [[1, 1, head_dim], [1, 1, head_dim], [1, 1, value_dim]];
-    crate::ops::kernels::describe_attention(device, dtype, shapes, &Default::default())
+    crate::ops::kernels::describe_attention(
+        device,
+        requirements.dtype,
+        shapes(requirements),
+        &Default::default(),
+    )
 }
 
 #[cfg(not(feature = "kernels"))]

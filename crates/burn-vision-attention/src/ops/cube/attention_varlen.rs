@@ -118,8 +118,7 @@ pub(in crate::ops) fn describe(
         .map_err(|reason| reason.to_string())?;
     let others = blueprints.len() - 1;
     Ok(match others {
-        0 => blueprints[0].to_string(),
-        _ if autotunes() => format!("the fastest of {} and {others} more", blueprints[0]),
+        1.. if autotunes() => format!("the fastest of {} and {others} more", blueprints[0]),
         _ => blueprints[0].to_string(),
     })
 }

@@ -14,8 +14,8 @@ use crate::{
 /// dk and dv: one cube per (key tile, key head).
 ///
 /// Keys and values are the rows; the queries and d_out of every head that reads them stream past.
-/// Scores are products times `query_scale`. In the work list queries and keys are swapped: it lists key tiles, whose
-/// band says which queries see a key, and `left` and `right` are swapped, too.
+/// Scores are products times `query_scale`. In the work list queries and keys are swapped: it lists
+/// key tiles, whose band says which queries see a key, and `left` and `right` are swapped, too.
 #[cube(launch_unchecked, address_type = "dynamic")]
 pub(crate) fn attention_varlen_dkdv<
     T: GradientAlgebra,
