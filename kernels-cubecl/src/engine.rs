@@ -3,8 +3,8 @@
 use core::fmt;
 
 use cubecl::{
-    features::Plane,
-    ir::{DeviceProperties, ElemType, FloatKind},
+    features::{Plane, Tma},
+    ir::{DeviceProperties, ElemType, FloatKind, OpaqueType},
 };
 
 use crate::{
@@ -34,6 +34,13 @@ pub enum Engine {
     /// and far slower than [`Simt`](Self::Simt): to test that kernel where there are no such
     /// instructions. Never chosen unless asked for.
     EmulatedMma,
+    /// [`Mma`](Self::Mma) with keys and values copied by TMA while others are multiplied: NVIDIA from
+    /// compute capability 9.0 on, with `CubeCL`'s C++ compiler, f16 and bf16, forward alone. Never
+    /// chosen unless asked for.
+    AsyncMma,
+    /// The kernel of [`AsyncMma`](Self::AsyncMma) with its instructions and copies computed in plain
+    /// code, on any device; see [`EmulatedMma`](Self::EmulatedMma).
+    EmulatedAsyncMma,
 }
 
 impl fmt::Display for Engine {
@@ -43,6 +50,8 @@ impl fmt::Display for Engine {
             Self::Cmma(CmmaShape { m, n, k }) => write!(f, "cmma-{m}x{n}x{k}"),
             Self::Mma => f.write_str("mma"),
             Self::EmulatedMma => f.write_str("emulated-mma"),
+            Self::AsyncMma => f.write_str("mma-async"),
+            Self::EmulatedAsyncMma => f.write_str("emulated-mma-async"),
         }
     }
 }
@@ -65,7 +74,8 @@ impl Engine {
     /// Whether the device takes cubes of so many units, and its matrix instructions planes of them.
     pub(crate) fn fits(self, properties: &DeviceProperties, units: usize) -> bool {
         let hardware = &properties.hardware;
-        let whole_planes = matches!(self, Self::Simt | Self::EmulatedMma)
+        let whole_planes = self == Self::Simt
+            || self.is_emulated()
             || units.is_multiple_of(hardware.plane_size_max.max(1) as usize);
         whole_planes && units as u32 <= hardware.max_units_per_cube.min(hardware.max_cube_dim.0)
     }
@@ -89,8 +99,12 @@ impl Engine {
         match self {
             Self::Simt => Ok(()),
             _ if !half => Err(Unsupported::Engine { engine: self, missing: "16-bit q, k and v" }),
-            Self::EmulatedMma => Ok(()),
-            Self::Mma => check_mma(properties, dtype),
+            Self::EmulatedMma | Self::EmulatedAsyncMma => Ok(()),
+            Self::Mma => check_mma(self, properties, dtype),
+            Self::AsyncMma => {
+                check_async(properties)?;
+                check_mma(self, properties, dtype)
+            }
             Self::Cmma(shape) if lists(properties, dtype, shape) => Ok(()),
             Self::Cmma(_) => Err(Unsupported::Cmma { dtype }),
         }
@@ -101,8 +115,8 @@ impl Engine {
         match self {
             Self::Simt => Simt::shared_memory(shape),
             Self::Cmma(_) => cmma_shared_memory(shape),
-            Self::Mma => mma_shared_memory(shape),
-            Self::EmulatedMma => {
+            Self::Mma | Self::AsyncMma => mma_shared_memory(shape),
+            Self::EmulatedMma | Self::EmulatedAsyncMma => {
                 mma_shared_memory(shape) + Emulated::shared_memory(shape.units() / LANES)
             }
         }
@@ -113,8 +127,8 @@ impl Engine {
         match self {
             Self::Simt => Simt::gradient_memory(shape),
             Self::Cmma(_) => cmma_gradient_memory(shape),
-            Self::Mma => mma_gradient_memory(shape),
-            Self::EmulatedMma => {
+            Self::Mma | Self::AsyncMma => mma_gradient_memory(shape),
+            Self::EmulatedMma | Self::EmulatedAsyncMma => {
                 mma_gradient_memory(shape) + Emulated::shared_memory(shape.grid.units() / LANES)
             }
         }
@@ -122,16 +136,47 @@ impl Engine {
 
     /// What its matrix units work on.
     pub(crate) fn matrix_tile(self, operand: ElemType) -> MatrixTile {
-        let chunk = if self == Self::Mma { CHUNK } else { SHADER_CHUNK };
+        let chunk = if matches!(self, Self::Mma | Self::AsyncMma) { CHUNK } else { SHADER_CHUNK };
         // Software devices hold arrays in memory anyway, and compile every barrier slowly.
-        let unroll = self != Self::EmulatedMma;
+        let unroll = !self.is_emulated();
         let cmma = if let Self::Cmma(shape) = self { Some(shape) } else { None };
-        MatrixTile { operand, chunk, unroll, cmma }
+        MatrixTile { operand, chunk, unroll, cmma, ring: None }
+    }
+
+    /// Whether instructions are computed in plain code.
+    fn is_emulated(self) -> bool {
+        matches!(self, Self::EmulatedMma | Self::EmulatedAsyncMma)
+    }
+
+    /// Whether keys and values come through rings.
+    pub(crate) fn is_async(self) -> bool {
+        matches!(self, Self::AsyncMma | Self::EmulatedAsyncMma)
     }
 }
 
-fn check_mma(properties: &DeviceProperties, dtype: ElemType) -> Result<(), Unsupported> {
-    let lacks = |missing| Err(Unsupported::Engine { engine: Engine::Mma, missing });
+/// Whether tiles can be copied by themselves.
+fn check_async(properties: &DeviceProperties) -> Result<(), Unsupported> {
+    let lacks = |missing| Err(Unsupported::Engine { engine: Engine::AsyncMma, missing });
+    let features = &properties.features;
+    match () {
+        () if !features.tma.contains(Tma::Base)
+            || !features.supports_type(OpaqueType::TensorMap) =>
+        {
+            lacks("TMA: compute capability 9.0, and CubeCL's C++ compiler (feature `cuda-cpp`)")
+        }
+        () if !features.supports_type(OpaqueType::Barrier) => {
+            lacks("mbarrier: CubeCL's C++ compiler (feature `cuda-cpp`)")
+        }
+        () => Ok(()),
+    }
+}
+
+fn check_mma(
+    engine: Engine,
+    properties: &DeviceProperties,
+    dtype: ElemType,
+) -> Result<(), Unsupported> {
+    let lacks = |missing| Err(Unsupported::Engine { engine, missing });
     let features = &properties.features;
     let single = ElemType::Float(FloatKind::F32);
     let has_instruction = features.matmul.mma.iter().any(|config| {

@@ -110,6 +110,9 @@ impl fmt::Display for AttentionBlueprint {
             self.shared_memory(),
             self.address_type,
         )?;
+        if let Some(ring) = shape.matrix.and_then(|matrix| matrix.ring) {
+            write!(f, " stages {}", ring.stages)?;
+        }
         fmt::Display::fmt(&self.options, f)
     }
 }
@@ -222,6 +225,10 @@ pub fn candidates_on(
         Engine::Simt => vec![simt_shape(properties, problem)?],
         Engine::Cmma(_) => cmma_shapes(properties, problem, engine)?,
         Engine::Mma | Engine::EmulatedMma => matrix_shapes(properties, problem, engine)?,
+        Engine::AsyncMma | Engine::EmulatedAsyncMma => {
+            check_transfer(problem, engine)?;
+            matrix_shapes(properties, problem, engine)?
+        }
     };
     let address_type = address_type(properties, &tensors(problem))?;
     let blueprint = |shape: TileShape| {
@@ -239,6 +246,22 @@ pub fn candidates_on(
     let blueprints: Vec<_> = shapes.into_iter().map(blueprint).collect();
     check_units(properties, blueprints[0].units() as u32)?;
     Ok(blueprints)
+}
+
+/// Whether tiles of keys and values can be copied by TMA: `cuTensorMapEncodeTiled` wants neighbours side
+/// by side, and strides of whole 16 bytes and less than 2^40. The order of the axes is free.
+fn check_transfer(problem: &AttentionProblem, engine: Engine) -> Result<(), Unsupported> {
+    const UNIT: usize = 8;
+    const LIMIT: usize = 1 << 39;
+    let copied = |tensor: &TensorLayout| {
+        tensor.vector_size_up_to(UNIT, UNIT) == UNIT && tensor.strides.iter().all(|&s| s < LIMIT)
+    };
+    if [problem.k, problem.v].iter().all(copied) {
+        return Ok(());
+    }
+    let missing = "k and v with elements side by side and strides of tokens and heads that are whole \
+                   multiples of 16 bytes; make them contiguous";
+    Err(Unsupported::Engine { engine, missing })
 }
 
 fn vectors(problem: &AttentionProblem, widest: usize) -> [usize; 3] {

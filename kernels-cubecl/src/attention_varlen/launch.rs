@@ -4,7 +4,11 @@ use std::sync::Arc;
 
 use cubecl::{client::Client, prelude::*};
 
-use super::{AttentionBlueprint, AttentionProblem, kernel::attention_varlen};
+use super::{
+    AttentionBlueprint, AttentionProblem,
+    kernel::attention_varlen,
+    launch_async::{async_kernel, run_async},
+};
 use crate::{
     DeviceWorkList, Engine, LaunchError, TensorLayout,
     device::{buffer_arg, tensor_arg},
@@ -64,6 +68,12 @@ pub fn launch(
         Engine::Mma => run::<Mma<TensorCore>>(client, grid, problem, blueprint, work, tensors),
         Engine::EmulatedMma => {
             run::<Mma<Emulated>>(client, grid, problem, blueprint, work, tensors);
+        }
+        Engine::AsyncMma => {
+            run_async::<Mma<TensorCore>>(client, grid, problem, blueprint, work, tensors);
+        }
+        Engine::EmulatedAsyncMma => {
+            run_async::<Mma<Emulated>>(client, grid, problem, blueprint, work, tensors);
         }
     }
     Ok(())
@@ -187,6 +197,8 @@ pub fn kernel(
         Engine::Cmma(_) => kernel_on::<Cmma>(blueprint, properties, target),
         Engine::Mma => kernel_on::<Mma<TensorCore>>(blueprint, properties, target),
         Engine::EmulatedMma => kernel_on::<Mma<Emulated>>(blueprint, properties, target),
+        Engine::AsyncMma => async_kernel::<Mma<TensorCore>>(blueprint, properties, target),
+        Engine::EmulatedAsyncMma => async_kernel::<Mma<Emulated>>(blueprint, properties, target),
     }
 }
 

@@ -8,7 +8,9 @@
 pub mod backward;
 mod blueprint;
 mod kernel;
+mod kernel_async;
 mod launch;
+mod launch_async;
 mod problem;
 mod tiling;
 mod tune;

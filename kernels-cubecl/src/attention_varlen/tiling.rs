@@ -7,7 +7,7 @@ use crate::{
     Unsupported,
     device::DeviceKind,
     engine::Engine,
-    tile::{LANES, Simt, TileShape},
+    tile::{LANES, MatrixTile, RingShape, Simt, TileShape},
 };
 
 /// Shared memory that a cube of plain tiles may use on any device, in bytes. WebGPU's guaranteed
@@ -18,6 +18,13 @@ pub(super) const SHARED_MEMORY_BUDGET: usize = 32 * 1024;
 /// Shared memory that a cube on matrix units may use, in bytes: what devices of compute capability 8.6
 /// and 8.9 have. Two cubes of the usual head_dims reside on a multiprocessor of an A100 or H100.
 pub(super) const MATRIX_MEMORY_BUDGET: usize = 99 * 1024;
+
+/// Shared memory that a cube with rings may use, in bytes: two of them reside on a multiprocessor of
+/// compute capability 9.0.
+const ASYNC_MEMORY_BUDGET: usize = 113 * 1024;
+
+/// Tiles of keys, and of values, that are held or under way at once.
+const STAGES: usize = 2;
 
 /// Registers per unit for output and scores that leave room for operands, as the audit found.
 const REGISTERS: usize = 152;
@@ -98,11 +105,13 @@ const CMMA_MEMORY_BUDGET: usize = 64 * 1024;
 
 /// The name of every tiling that is a matter of measurement: [`tiling_name`] of the shapes below.
 pub(super) fn tilings() -> impl Iterator<Item = String> {
-    let matrix = MATRIX_TILES.map(|(planes, row_tiles, keys)| {
-        matrix_name("mma", 16 * row_tiles * planes, keys, planes * LANES)
+    let matrix = ["mma", "mma-async"].into_iter().flat_map(|family| {
+        MATRIX_TILES.map(|(planes, row_tiles, keys)| {
+            matrix_name(family, 16 * row_tiles * planes, keys, planes * LANES)
+        })
     });
     let cmma = CMMA_TILES.map(|(x, y, rows, keys)| matrix_name("cmma", rows * y, keys * x, x * y));
-    matrix.into_iter().chain(cmma).chain(["simt".to_owned()])
+    matrix.chain(cmma).chain(["simt".to_owned()])
 }
 
 /// What tells the candidates for a problem apart.
@@ -111,6 +120,7 @@ pub(super) fn tiling_name(engine: Engine, shape: TileShape) -> String {
         Engine::Simt => return "simt".to_owned(),
         Engine::Cmma(_) => "cmma",
         Engine::Mma | Engine::EmulatedMma => "mma",
+        Engine::AsyncMma | Engine::EmulatedAsyncMma => "mma-async",
     };
     matrix_name(family, shape.q_rows, shape.k_rows, shape.units())
 }
@@ -153,7 +163,8 @@ pub(super) fn matrix_shapes(
     problem: &AttentionProblem,
     engine: Engine,
 ) -> Result<Vec<TileShape>, Unsupported> {
-    let available = properties.hardware.max_shared_memory_size.min(MATRIX_MEMORY_BUDGET);
+    let budget = if engine.is_async() { ASYNC_MEMORY_BUDGET } else { MATRIX_MEMORY_BUDGET };
+    let available = properties.hardware.max_shared_memory_size.min(budget);
     let shape = |(planes, row_tiles, keys): (usize, usize, usize)| TileShape {
         q_rows: 16 * row_tiles * planes,
         k_rows: keys,
@@ -161,7 +172,10 @@ pub(super) fn matrix_shapes(
         value_dim: problem.value_dim(),
         units_x: LANES,
         units_y: planes,
-        matrix: Some(engine.matrix_tile(problem.dtype)),
+        matrix: Some(MatrixTile {
+            ring: engine.is_async().then_some(RingShape { stages: STAGES, rows: keys }),
+            ..engine.matrix_tile(problem.dtype)
+        }),
     };
     let masks = ScoreOptions::of(problem) != ScoreOptions::default();
     let fits_registers = |&(_, row_tiles, keys): &(usize, usize, usize)| {

@@ -11,6 +11,7 @@ mod cmma;
 mod global;
 mod gradient;
 mod mma;
+mod ring;
 mod simt;
 
 pub use band::Band;
@@ -20,10 +21,11 @@ pub(crate) use cmma::{
 };
 pub(crate) use global::{dot, read_vector};
 pub use gradient::{Axis, F2, GradientAlgebra, GradientShape, Product};
-pub use mma::{Emulated, MatrixTile, Mma, TensorCore};
+pub use mma::{Emulated, MatrixTile, Mma, RingShape, TensorCore};
 pub(crate) use mma::{
     LANES, gradient_memory as mma_gradient_memory, shared_memory as mma_shared_memory,
 };
+pub use ring::{RingAlgebra, Transfer};
 pub use simt::Simt;
 
 use cubecl::prelude::*;

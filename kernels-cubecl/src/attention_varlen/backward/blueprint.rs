@@ -209,6 +209,12 @@ fn engine_blueprints(
         Engine::Simt => vec![simt_shape(properties, forward)?],
         Engine::Cmma(_) => cmma_shapes(properties, forward, engine)?,
         Engine::Mma | Engine::EmulatedMma => matrix_shapes(properties, forward, engine)?,
+        Engine::AsyncMma | Engine::EmulatedAsyncMma => {
+            return Err(Unsupported::Engine {
+                engine,
+                missing: "a forward pass; gradients run on mma",
+            });
+        }
     };
     let tensors: Vec<_> = problem.tensors().collect();
     let address_type = address_type(properties, &tensors)?;

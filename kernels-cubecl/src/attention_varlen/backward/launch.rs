@@ -175,8 +175,8 @@ pub fn launch_wanted<'w>(
         let launch = match blueprint.engine {
             Engine::Simt => launch_queries::<Simt>,
             Engine::Cmma(_) => launch_queries::<Cmma>,
-            Engine::Mma => launch_queries::<Mma<TensorCore>>,
-            Engine::EmulatedMma => launch_queries::<Mma<Emulated>>,
+            Engine::Mma | Engine::AsyncMma => launch_queries::<Mma<TensorCore>>,
+            Engine::EmulatedMma | Engine::EmulatedAsyncMma => launch_queries::<Mma<Emulated>>,
         };
         launch(client, grid, problem, blueprint, work, tensors.clone());
     }
@@ -184,8 +184,8 @@ pub fn launch_wanted<'w>(
         let launch = match blueprint.engine {
             Engine::Simt => launch_keys_values::<Simt>,
             Engine::Cmma(_) => launch_keys_values::<Cmma>,
-            Engine::Mma => launch_keys_values::<Mma<TensorCore>>,
-            Engine::EmulatedMma => launch_keys_values::<Mma<Emulated>>,
+            Engine::Mma | Engine::AsyncMma => launch_keys_values::<Mma<TensorCore>>,
+            Engine::EmulatedMma | Engine::EmulatedAsyncMma => launch_keys_values::<Mma<Emulated>>,
         };
         launch(client, grid, problem, blueprint, work, tensors);
     }
@@ -418,8 +418,8 @@ pub fn kernel(
     let kernel = match blueprint.engine {
         Engine::Simt => kernel_on::<Simt>,
         Engine::Cmma(_) => kernel_on::<Cmma>,
-        Engine::Mma => kernel_on::<Mma<TensorCore>>,
-        Engine::EmulatedMma => kernel_on::<Mma<Emulated>>,
+        Engine::Mma | Engine::AsyncMma => kernel_on::<Mma<TensorCore>>,
+        Engine::EmulatedMma | Engine::EmulatedAsyncMma => kernel_on::<Mma<Emulated>>,
     };
     kernel(blueprint, pass, properties, target)
 }

@@ -7,14 +7,19 @@
 
 use cubecl::{ir::ElemType, prelude::*};
 
+mod copy;
 mod emulated;
+mod emulated_copy;
 mod gradient;
+mod panel;
 mod product;
+mod ring;
 pub(super) mod room;
 mod row;
 mod unit;
 
 pub use emulated::Emulated;
+pub use panel::RingShape;
 pub use unit::{MatrixUnit, TensorCore};
 
 pub(crate) use gradient::gradient_memory;
@@ -38,6 +43,8 @@ pub struct MatrixTile {
     pub unroll: bool,
     /// Shape of cooperative matrices, where they are used.
     pub cmma: Option<CmmaShape>,
+    /// The rings that keys and values come through, where they are copied by themselves.
+    pub ring: Option<RingShape>,
 }
 
 /// Tiles on matrix units. See the module documentation.
@@ -51,6 +58,9 @@ pub struct MmaWorkspace<U: MatrixUnit> {
     query: Shared<[Chunk]>,
     key: Shared<[Chunk]>,
     value: Shared<[Chunk]>,
+    /// First chunk of the tiles that are multiplied.
+    key_at: RuntimeCell<usize>,
+    value_at: RuntimeCell<usize>,
     fetched: Array<Chunk>,
     held: Array<Pair>,
     weights: Array<Pair>,
@@ -109,11 +119,40 @@ impl Sizes {
 /// Bytes of shared memory that the rooms take for this shape.
 pub(crate) fn shared_memory(shape: TileShape) -> usize {
     let sizes = Sizes::of(shape);
-    let room = |rows: usize, width: usize| rows * room::pitch(width, sizes.matrix);
-    let chunks = room(shape.q_rows, shape.head_dim)
-        + room(shape.k_rows, shape.head_dim)
-        + room(shape.k_rows, shape.value_dim);
-    chunks * sizes.matrix.chunk * sizes.matrix.operand.size()
+    let chunk = sizes.matrix.chunk * sizes.matrix.operand.size();
+    let room = |rows: usize, width: usize| rows * room::pitch(width, sizes.matrix) * chunk;
+    let query = room(shape.q_rows, shape.head_dim);
+    let (key, value) = match sizes.matrix.ring {
+        None => (room(shape.k_rows, shape.head_dim), room(shape.k_rows, shape.value_dim)),
+        Some(ring) => {
+            let memory = |width| ring::ring_memory(width, ring, sizes.matrix);
+            return ring::after(query) + memory(shape.head_dim) + memory(shape.value_dim);
+        }
+    };
+    query + key + value
+}
+
+/// Allocates room for the keys or values that are multiplied, and for those under way.
+#[cube]
+fn operand_room(
+    #[comptime] rows: usize,
+    #[comptime] width: usize,
+    #[comptime] matrix: MatrixTile,
+) -> Shared<[Chunk]> {
+    let ring = comptime!(matrix.ring);
+    if comptime!(ring.is_some()) {
+        ring::stages(width, comptime!(ring.expect("there is a ring")), matrix)
+    } else {
+        room::room(rows, width, matrix)
+    }
+}
+
+/// Chunks of the tile that is multiplied.
+fn tile_chunks(rows: usize, width: usize, matrix: MatrixTile) -> usize {
+    match matrix.ring {
+        None => rows * room::pitch(width, matrix),
+        Some(ring) => panel::stage_chunks(width, ring, matrix),
+    }
 }
 
 /// First row of this plane.
@@ -141,8 +180,10 @@ impl<U: MatrixUnit> TileAlgebra for Mma<U> {
         room::register(matrix);
         MmaWorkspace::<U> {
             query: room::room(shape.q_rows, shape.head_dim, matrix),
-            key: room::room(shape.k_rows, shape.head_dim, matrix),
-            value: room::room(shape.k_rows, shape.value_dim, matrix),
+            key: operand_room(shape.k_rows, shape.head_dim, matrix),
+            value: operand_room(shape.k_rows, shape.value_dim, matrix),
+            key_at: RuntimeCell::new(0usize),
+            value_at: RuntimeCell::new(0usize),
             fetched: Array::<Chunk>::new(sizes.fetched),
             held: Array::<Pair>::new(comptime!(if sizes.holds_query() {
                 sizes.query_pairs
@@ -301,6 +342,8 @@ impl<U: MatrixUnit> TileAlgebra for Mma<U> {
         let (keys, width) = comptime!((shape.k_rows, shape.head_dim));
         let length = comptime!(4 * tiles * sizes.scores);
         product::zero(scores, length);
+        let at = workspace.key_at.read();
+        let tile = &workspace.key[at..at + comptime!(tile_chunks(keys, width, matrix))];
         let exchange = &mut workspace.exchange;
         if comptime!(sizes.holds_query()) {
             #[unroll(matrix.unroll)]
@@ -309,7 +352,7 @@ impl<U: MatrixUnit> TileAlgebra for Mma<U> {
                     exchange,
                     &workspace.held,
                     4 * step * tiles,
-                    &workspace.key,
+                    tile,
                     scores,
                     step,
                     tiles,
@@ -323,7 +366,7 @@ impl<U: MatrixUnit> TileAlgebra for Mma<U> {
                 exchange,
                 &workspace.query,
                 first_row(tiles),
-                &workspace.key,
+                tile,
                 scores,
                 tiles,
                 keys,
@@ -343,15 +386,17 @@ impl<U: MatrixUnit> TileAlgebra for Mma<U> {
         #[comptime] shape: TileShape,
     ) {
         let sizes = comptime!(Sizes::of(shape));
+        let (keys, width, matrix) = comptime!((shape.k_rows, shape.value_dim, sizes.matrix));
+        let at = workspace.value_at.read();
         product::mma_ab::<U>(
             &mut workspace.exchange,
             &workspace.weights,
-            &workspace.value,
+            &workspace.value[at..at + comptime!(tile_chunks(keys, width, matrix))],
             output,
             sizes.row_tiles,
-            shape.k_rows,
-            shape.value_dim,
-            sizes.matrix,
+            keys,
+            width,
+            matrix,
         );
     }
 

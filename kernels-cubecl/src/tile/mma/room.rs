@@ -8,6 +8,7 @@ use cubecl::prelude::*;
 
 use super::{
     MatrixTile,
+    panel::{self, Panels},
     unit::{K, MatrixUnit, lane},
 };
 
@@ -21,7 +22,7 @@ pub type Chunk = Vector<Operand, ChunkSize>;
 pub type Pair = Vector<Operand, Const<2>>;
 
 /// Elements of a row of 16 bytes.
-const ROW: usize = 8;
+pub(super) const ROW: usize = 8;
 
 /// Tells the compiler what [`Operand`] and [`ChunkSize`] are in this kernel.
 #[cube]
@@ -101,7 +102,7 @@ pub(in crate::tile) fn fetch<F: Float, N: Size>(
 }
 
 #[cube]
-fn read_chunk<F: Float, N: Size>(
+pub(super) fn read_chunk<F: Float, N: Size>(
     source: &Tensor<Vector<F, N>>,
     at: usize,
     stride: usize,
@@ -189,11 +190,17 @@ pub(in crate::tile) fn right_transposed<U: MatrixUnit>(
     #[comptime] width: usize,
     #[comptime] matrix: MatrixTile,
 ) -> Array<Pair> {
-    let pitch = comptime!(pitch(width, matrix));
-    let own =
-        (lane() / 16 * 8 + lane() % 8) * pitch + lane() / 8 % 2 * comptime!(ROW / matrix.chunk);
-    let first = row * pitch + step * comptime!(K / matrix.chunk);
-    U::load_matrices(exchange, room, own + first, false)
+    let ring = comptime!(matrix.ring);
+    if comptime!(ring.is_some()) {
+        let panels = comptime!(Panels::of(width, ring.expect("there is a ring")));
+        panel::right_transposed::<U>(exchange, room, row, step, panels, matrix)
+    } else {
+        let pitch = comptime!(pitch(width, matrix));
+        let own =
+            (lane() / 16 * 8 + lane() % 8) * pitch + lane() / 8 % 2 * comptime!(ROW / matrix.chunk);
+        let first = row * pitch + step * comptime!(K / matrix.chunk);
+        U::load_matrices(exchange, room, own + first, false)
+    }
 }
 
 /// Two right operands side by side: rows `16 * step ..` and elements `column ..` of the room.
@@ -206,8 +213,14 @@ pub(in crate::tile) fn right<U: MatrixUnit>(
     #[comptime] width: usize,
     #[comptime] matrix: MatrixTile,
 ) -> Array<Pair> {
-    let pitch = comptime!(pitch(width, matrix));
-    let own = lane() % 16 * pitch + lane() / 16 * comptime!(ROW / matrix.chunk);
-    let first = step * comptime!(K * pitch) + column / matrix.chunk;
-    U::load_matrices(exchange, room, own + first, true)
+    let ring = comptime!(matrix.ring);
+    if comptime!(ring.is_some()) {
+        let panels = comptime!(Panels::of(width, ring.expect("there is a ring")));
+        panel::right::<U>(exchange, room, step, column, panels, matrix)
+    } else {
+        let pitch = comptime!(pitch(width, matrix));
+        let own = lane() % 16 * pitch + lane() / 16 * comptime!(ROW / matrix.chunk);
+        let first = step * comptime!(K * pitch) + column / matrix.chunk;
+        U::load_matrices(exchange, room, own + first, true)
+    }
 }
