@@ -1,6 +1,9 @@
 #!/usr/bin/env bash
 # What building for CUDA and `cargo xtask audit` need beyond Rust, none of it a GPU or a driver: LLVM
 # where the build looks for it, and ptxas, nvdisasm and libdevice. Does only what is missing.
+#
+# With --nvrtc also the compiler of CUDA C++ and its headers, for kernels that need CubeCL's C++ compiler:
+# 52 MB to download, 122 MB installed.
 set -euo pipefail
 
 work=$(mktemp -d)
@@ -13,6 +16,20 @@ llvm_mark="$llvm/.tracel-llvm-installed"
 cuda_version=13.2.78
 cuda="${XDG_CACHE_HOME:-$HOME/.cache}/burn-vision-attention/cuda"
 cuda_mark="$cuda/version"
+# Of the same release, but these have numbers of their own.
+nvrtc_version=13.2.78
+headers_version=13.2.75
+nvrtc_mark="$cuda/nvrtc"
+
+with_nvrtc=
+case "$*" in
+"") ;;
+--nvrtc) with_nvrtc=1 ;;
+*)
+    echo "usage: $0 [--nvrtc]" >&2
+    exit 2
+    ;;
+esac
 
 fail() {
     echo "error: $*" >&2
@@ -64,15 +81,22 @@ C
     touch "$llvm_mark"
 }
 
-# The three files that are used of some 300 MB, laid out as a CUDA toolkit has them.
-provision_cuda() {
+# Installs wheels in a folder of their own, since they share folders that pip does not merge.
+install_wheels() {
+    local to="$work/$1"
+    shift
     command -v python3 >/dev/null && python3 -m pip --version >/dev/null 2>&1 || {
         on_debian || fail "pip is missing: install Python 3 with pip"
         install_packages python3-pip
     }
     python3 -m pip install --quiet --no-deps --disable-pip-version-check --root-user-action=ignore \
-        --target "$work/wheels" "nvidia-cuda-nvcc==$cuda_version" \
-        "nvidia-cuda-nvdisasm==$cuda_version" "nvidia-nvvm==$cuda_version"
+        --target "$to" "$@"
+}
+
+# The three files that are used of some 300 MB, laid out as a CUDA toolkit has them.
+provision_cuda() {
+    install_wheels wheels "nvidia-cuda-nvcc==$cuda_version" "nvidia-cuda-nvdisasm==$cuda_version" \
+        "nvidia-nvvm==$cuda_version"
     local from="$work/wheels/nvidia/cu13" to="$work/cuda"
     mkdir -p "$to/bin" "$to/nvvm/libdevice"
     mv "$from/bin/ptxas" "$from/bin/nvdisasm" "$to/bin/"
@@ -83,6 +107,19 @@ provision_cuda() {
     mkdir -p "$(dirname "$cuda")"
     rm -rf "$cuda"
     mv "$to" "$cuda"
+}
+
+# Beside the other tools, where CubeCL's CUDA runtime looks for headers as well.
+provision_nvrtc() {
+    install_wheels nvrtc "nvidia-cuda-nvrtc==$nvrtc_version" \
+        "nvidia-cuda-runtime==$headers_version" "nvidia-cuda-cccl==$headers_version"
+    local from="$work/nvrtc/nvidia/cu13"
+    mkdir -p "$cuda/lib" "$cuda/licenses/nvrtc"
+    rm -rf "$cuda/include"
+    mv "$from/include" "$cuda/"
+    mv "$from"/lib/libnvrtc.so.13 "$from"/lib/libnvrtc-builtins.so.* "$cuda/lib/"
+    mv "$work"/nvrtc/nvidia_cuda_nvrtc-*.dist-info/licenses/* "$cuda/licenses/nvrtc/"
+    echo "$nvrtc_version $headers_version" >"$nvrtc_mark"
 }
 
 if [ -e "$llvm_mark" ]; then
@@ -96,5 +133,11 @@ if [ "$(cat "$cuda_mark" 2>/dev/null)" = "$cuda_version" ]; then
 else
     provision_cuda
     echo "ptxas, nvdisasm, libdevice: installed in $cuda"
+fi
+if [ "$(cat "$nvrtc_mark" 2>/dev/null)" = "$nvrtc_version $headers_version" ]; then
+    echo "NVRTC: present in $cuda"
+elif [ -n "$with_nvrtc" ]; then
+    provision_nvrtc
+    echo "NVRTC: installed in $cuda"
 fi
 echo "builds for CUDA find them by: export CUDA_PATH=$cuda"

@@ -21,7 +21,6 @@ use rstest::rstest;
 #[derive(Clone, Copy, Debug)]
 enum Units {
     Emulated,
-    Asynchronous,
     Cooperative,
 }
 
@@ -29,7 +28,6 @@ enum Units {
 fn on(client: &Client, units: Units, mut case: Case) -> Option<Case> {
     let engine = match units {
         Units::Emulated => Ok(Engine::EmulatedMma),
-        Units::Asynchronous => Ok(Engine::EmulatedAsyncMma),
         Units::Cooperative => Engine::cmma(client.properties(), F16),
     };
     case.dtype = F16;
@@ -51,7 +49,7 @@ fn check(units: Units, case: Case, seed: u64) {
 
 #[rstest]
 fn head_dims(
-    #[values(Units::Emulated, Units::Asynchronous, Units::Cooperative)] units: Units,
+    #[values(Units::Emulated, Units::Cooperative)] units: Units,
     #[values(16, 40, 64, 72, 80, 96, 128)] head_dim: usize,
 ) {
     check(units, Case::new(head_dim, &segments("random", 50, 1)), 1);
@@ -63,7 +61,7 @@ fn head_dims(
 #[case(128, 192)]
 #[case(256, 256)]
 fn wide_heads(
-    #[values(Units::Emulated, Units::Asynchronous, Units::Cooperative)] units: Units,
+    #[values(Units::Emulated, Units::Cooperative)] units: Units,
     #[case] head_dim: usize,
     #[case] value_dim: usize,
 ) {
@@ -80,7 +78,7 @@ fn wide_heads(
 
 #[rstest]
 fn masks(
-    #[values(Units::Emulated, Units::Asynchronous, Units::Cooperative)] units: Units,
+    #[values(Units::Emulated, Units::Cooperative)] units: Units,
     #[values(
         (false, None, None),
         (true, None, None),
@@ -96,9 +94,7 @@ fn masks(
 }
 
 #[rstest]
-fn softcap_and_groups(
-    #[values(Units::Emulated, Units::Asynchronous, Units::Cooperative)] units: Units,
-) {
+fn softcap_and_groups(#[values(Units::Emulated, Units::Cooperative)] units: Units) {
     let mut case = pairs();
     case.window = (Some(20), Some(30));
     case.softcap = Some(30.0);
@@ -124,9 +120,7 @@ fn strides(
 }
 
 #[rstest]
-fn empty_segments(
-    #[values(Units::Emulated, Units::Asynchronous, Units::Cooperative)] units: Units,
-) {
+fn empty_segments(#[values(Units::Emulated, Units::Cooperative)] units: Units) {
     for (lengths_q, lengths_k) in [(vec![0, 0], vec![3, 4]), (vec![3, 4], vec![0, 0])] {
         let mut case = Case::new(64, &lengths_q);
         case.lengths_k = lengths_k;
@@ -135,9 +129,7 @@ fn empty_segments(
 }
 
 #[rstest]
-fn nan_stays_in_its_segment(
-    #[values(Units::Emulated, Units::Asynchronous, Units::Cooperative)] units: Units,
-) {
+fn nan_stays_in_its_segment(#[values(Units::Emulated, Units::Cooperative)] units: Units) {
     let Some(client) = client() else { return };
     let Some(case) = on(&client, units, Case::new(64, &[40, 35, 50])) else { return };
     let layouts = case.shapes().map(TensorLayout::contiguous);
@@ -179,7 +171,7 @@ fn gradients_with_all_options(#[values(Units::Emulated, Units::Cooperative)] uni
 
 /// Every tiling of an engine is right, also while it is measured against the others.
 #[rstest]
-fn tilings(#[values(Units::Emulated, Units::Asynchronous, Units::Cooperative)] units: Units) {
+fn tilings(#[values(Units::Emulated, Units::Cooperative)] units: Units) {
     let Some(client) = client() else { return };
     let Some(case) = on(&client, units, Case::new(32, &[70, 0, 33])) else { return };
     let layouts = case.shapes().map(TensorLayout::contiguous);

@@ -4,7 +4,13 @@ use std::path::Path;
 use std::sync::Arc;
 
 use cubecl::Compiler;
-use cubecl::ir::{DeviceProperties, TargetProperties};
+use cubecl::ir::DeviceProperties;
+use cubecl::prelude::KernelDefinition;
+#[cfg(feature = "nvrtc")]
+use cubecl_cpp::{
+    shared::{CompilationOptions, CppCompiler},
+    target::Cuda,
+};
 use cubecl_llvm::nvptx::ptx_version::PtxVersion;
 use cubecl_llvm::{LlvmTarget, PlironArtifact, PlironCompiler, PlironOptions};
 use kernels_cubecl::Unsupported;
@@ -16,6 +22,8 @@ use crate::architecture::{Architecture, Block};
 use crate::cubin;
 use crate::device;
 use crate::nvdisasm::{NvdisasmError, disassemble};
+#[cfg(feature = "nvrtc")]
+use crate::nvrtc::Nvrtc;
 use crate::ptxas::{Assembled, PtxasError, Verdict, alone, assemble};
 use crate::report::{Report, Row};
 use crate::sass::HotLoop;
@@ -31,9 +39,6 @@ pub enum AuditError {
     /// The blueprint refuses a device of the architecture.
     #[error("{0}: {1}")]
     Unsupported(Architecture, Unsupported),
-    /// The text that kernels were asked for by is in no blueprint.
-    #[error("--kernel: no blueprint has {0:?} in it; the table without --kernel lists them")]
-    None(String),
     /// The compiler refuses a kernel.
     #[error("{kernel} for {architecture}: {reason}")]
     Compile {
@@ -62,31 +67,119 @@ pub enum AuditError {
 /// Kernels whose machine code is disassembled at once: the disassembler starts slowly.
 const AT_ONCE: usize = 64;
 
+/// A kernel as PTX, and the bytes of shared memory that a launch asks for.
+type Compiled = (String, usize);
+
+/// What compiles a kernel, or says why it does not.
+type Compile<'a> = dyn Fn(KernelDefinition) -> Result<Compiled, String> + Sync + 'a;
+
 /// Compiles, assembles and disassembles the kernels for each architecture, on all cores.
 ///
 /// # Errors
 ///
-/// If a kernel does not compile, or none is asked for. One that spills is a row of the report.
+/// If a kernel does not compile. One that spills is a row of the report.
 pub fn audit(arguments: &Audit, toolkit: &Toolkit) -> Result<Report, AuditError> {
-    let target = Arc::new(device::target());
     let mut rows = Vec::new();
     for &architecture in &arguments.architectures {
-        let properties = Arc::new(device::properties(architecture));
-        let mut variants = variants(&properties, arguments.selection())
-            .map_err(|error| AuditError::Unsupported(architecture, error))?;
-        variants.retain(|variant| variant.to_string().contains(&arguments.kernel));
-        let row = |variant| row(variant, architecture, &properties, &target, &toolkit.ptxas());
-        let mut found = variants.par_iter().map(row).collect::<Result<Vec<_>, _>>()?;
-        found
-            .par_chunks_mut(AT_ONCE)
-            .try_for_each(|rows| read_code(rows, architecture, &toolkit.nvdisasm()))
-            .map_err(|error| AuditError::Disassemble(architecture, error))?;
-        rows.extend(found.into_iter().map(|(row, _)| row));
-    }
-    if rows.is_empty() {
-        return Err(AuditError::None(arguments.kernel.clone()));
+        let properties = device::properties(architecture);
+        let compile = |kernel| default_compiler(kernel, architecture);
+        rows.extend(rows_of(arguments, architecture, properties, &compile, toolkit, |_| true)?);
     }
     Ok(Report::new(rows))
+}
+
+/// As [`audit`], of the kernels with a producer, by the C++ compiler, for the architectures that have
+/// what they need.
+///
+/// # Errors
+///
+/// As [`audit`], and if NVRTC is missing.
+#[cfg(feature = "nvrtc")]
+pub fn audit_cpp(
+    arguments: &Audit,
+    toolkit: &Toolkit,
+    nvrtc: &Nvrtc,
+) -> Result<Report, AuditError> {
+    let mut rows = Vec::new();
+    for &architecture in &arguments.architectures {
+        let properties = device::all_properties(architecture);
+        let compile = |kernel| cpp_compiler(kernel, architecture, nvrtc);
+        rows.extend(rows_of(arguments, architecture, properties, &compile, toolkit, |variant| {
+            variant.needs_cpp()
+        })?);
+    }
+    Ok(Report::new(rows))
+}
+
+/// The rows of the selected kernels for an architecture.
+fn rows_of(
+    arguments: &Audit,
+    architecture: Architecture,
+    properties: DeviceProperties,
+    compile: &Compile<'_>,
+    toolkit: &Toolkit,
+    wanted: fn(&Variant) -> bool,
+) -> Result<Vec<Row>, AuditError> {
+    let (properties, target) = (Arc::new(properties), Arc::new(device::target()));
+    let mut variants = variants(&properties, arguments.selection())
+        .map_err(|error| AuditError::Unsupported(architecture, error))?;
+    variants.retain(|variant| wanted(variant) && variant.to_string().contains(&arguments.kernel));
+    let row = |variant: &Variant| {
+        let kernel = variant.kernel(properties.clone(), target.clone()).define();
+        let compiled = compile(kernel).map_err(|reason| AuditError::Compile {
+            kernel: variant.to_string(),
+            architecture,
+            reason,
+        })?;
+        row(variant, architecture, compiled, &toolkit.ptxas())
+    };
+    let mut found = variants.par_iter().map(row).collect::<Result<Vec<_>, _>>()?;
+    found
+        .par_chunks_mut(AT_ONCE)
+        .try_for_each(|rows| read_code(rows, architecture, &toolkit.nvdisasm()))
+        .map_err(|error| AuditError::Disassemble(architecture, error))?;
+    Ok(found.into_iter().map(|(row, _)| row).collect())
+}
+
+/// By LLVM, as `CubeCL`'s CUDA runtime compiles unless it is built with `cuda-cpp`.
+fn default_compiler(
+    kernel: KernelDefinition,
+    architecture: Architecture,
+) -> Result<Compiled, String> {
+    let mut compiler = PlironCompiler { target: LlvmTarget::Nvptx };
+    // As the CUDA runtime compiles from compute capability 7.0 on.
+    let options = PlironOptions {
+        sm_arch: Some(device::sm_arch(architecture)),
+        ptx_version: PtxVersion::for_driver(DRIVER),
+        grid_constants: true,
+        ..Default::default()
+    };
+    let module = match compiler.compile(kernel, &options) {
+        Ok(PlironArtifact::NvptxCode(module)) => module,
+        Ok(_) => return Err("the compiler wrote no PTX".to_owned()),
+        Err(error) => return Err(error.to_string()),
+    };
+    let ptx = module.ptx.iter().map(|&c| c as u8).take_while(|&c| c != 0).collect::<Vec<_>>();
+    Ok((String::from_utf8_lossy(&ptx).into_owned(), module.shared_memory_size))
+}
+
+/// By way of C++, as `CubeCL`'s CUDA runtime compiles with `cuda-cpp`.
+#[cfg(feature = "nvrtc")]
+fn cpp_compiler(
+    kernel: KernelDefinition,
+    architecture: Architecture,
+    nvrtc: &Nvrtc,
+) -> Result<Compiled, String> {
+    let mut options = CompilationOptions::default();
+    // As the CUDA runtime has it from compute capability 7.0, and from 9.0 on.
+    options.supports_features.grid_constants = true;
+    options.supports_features.fast_tanh = DRIVER >= 12_080;
+    options.supports_features.clusters = architecture.version() >= 90;
+    options.supports_features.elect_sync = architecture.version() >= 90;
+    let compiled = CppCompiler::<Cuda>::default().compile(kernel, &options);
+    let compiled = compiled.map_err(|error| error.to_string())?;
+    let ptx = nvrtc.ptx(&compiled.source, architecture).map_err(|error| error.to_string())?;
+    Ok((ptx, compiled.shared_memory_size))
 }
 
 /// Adds to the rows what their machine code tells.
@@ -107,37 +200,21 @@ fn read_code(
 fn row(
     variant: &Variant,
     architecture: Architecture,
-    properties: &Arc<DeviceProperties>,
-    target: &Arc<TargetProperties>,
+    (ptx, shared_memory): Compiled,
     ptxas: &Path,
 ) -> Result<(Row, Vec<u8>), AuditError> {
-    let kernel = variant.kernel(properties.clone(), target.clone());
-    let mut compiler = PlironCompiler { target: LlvmTarget::Nvptx };
-    // As the CUDA runtime compiles from compute capability 7.0 on.
-    let options = PlironOptions {
-        sm_arch: Some(device::sm_arch(architecture)),
-        ptx_version: PtxVersion::for_driver(DRIVER),
-        grid_constants: true,
-        ..Default::default()
-    };
-    let refused =
-        |reason: String| AuditError::Compile { kernel: variant.to_string(), architecture, reason };
-    let module = match compiler.compile(kernel.define(), &options) {
-        Ok(PlironArtifact::NvptxCode(module)) => module,
-        Ok(_) => return Err(refused("the compiler wrote no PTX".to_owned())),
-        Err(error) => return Err(refused(error.to_string())),
-    };
-    let ptx = module.ptx.iter().map(|&c| c as u8).take_while(|&c| c != 0).collect::<Vec<_>>();
-    let (Assembled { usage, cubin }, verdict) =
-        judge(ptxas, &String::from_utf8_lossy(&ptx), architecture).map_err(|error| {
-            AuditError::Assemble { kernel: variant.to_string(), architecture, error }
-        })?;
+    let judged = judge(ptxas, &ptx, architecture);
+    let (Assembled { usage, cubin }, verdict) = judged.map_err(|error| AuditError::Assemble {
+        kernel: variant.to_string(),
+        architecture,
+        error,
+    })?;
     let mut row = Row {
         operation: variant.operation(),
         blueprint: variant.to_string(),
         architecture,
         threads: variant.threads(),
-        shared_memory: module.shared_memory_size,
+        shared_memory,
         usage,
         hot_loop: HotLoop::default(),
         resident_blocks: 0,

@@ -1,10 +1,10 @@
 //! A device of an architecture, as `CubeCL`'s CUDA runtime would describe it.
 
-use cubecl::features::{Features, Plane};
+use cubecl::features::{Features, Plane, Tma};
 use cubecl::ir::nvidia::SmArch;
 use cubecl::ir::{
     ContiguousElements, DeviceIdentity, DeviceProperties, ElemType, FloatKind, HardwareProperties,
-    MemoryDeviceProperties, MmaProperties, TargetProperties, VectorSize,
+    MemoryDeviceProperties, MmaProperties, OpaqueType, TargetProperties, VectorSize,
 };
 use cubecl::profile::TimingMethod;
 use cubecl_cpp::cuda::arch::CudaArchitecture;
@@ -15,9 +15,16 @@ use cubecl_llvm::shared::lowered_features::{GpuTarget, restrict_features};
 
 use crate::architecture::Architecture;
 
-/// What blueprints are chosen by: the features of the architecture, narrowed to what the compiler
-/// lowers.
+/// What blueprints are chosen by: the features of the architecture, narrowed to what the default
+/// compiler lowers.
 pub fn properties(architecture: Architecture) -> DeviceProperties {
+    let mut properties = all_properties(architecture);
+    restrict_features(&mut properties, GpuTarget::Nvptx);
+    properties
+}
+
+/// As [`properties`], with all that the C++ compiler lowers.
+pub fn all_properties(architecture: Architecture) -> DeviceProperties {
     let hardware = HardwareProperties {
         load_width: 128,
         vector_register_count: None,
@@ -63,7 +70,11 @@ pub fn properties(architecture: Architecture) -> DeviceProperties {
             features.matmul.stmatrix.insert(half);
         }
     }
-    restrict_features(&mut properties, GpuTarget::Nvptx);
+    properties.register_opaque_type(OpaqueType::Barrier);
+    if version >= 90 {
+        properties.features.tma.insert(Tma::Base);
+        properties.register_opaque_type(OpaqueType::TensorMap);
+    }
     properties
 }
 

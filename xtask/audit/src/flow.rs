@@ -20,6 +20,8 @@ pub enum Flow {
 pub struct Loop {
     /// The instructions in it that are in no loop within it, in order.
     pub own: Vec<usize>,
+    /// All instructions in it, in order.
+    pub body: Vec<usize>,
     /// Whether there is no loop within it.
     pub innermost: bool,
 }
@@ -56,8 +58,9 @@ pub fn loops(code: &[Flow]) -> Vec<Loop> {
         let (head, body) = &bodies[index];
         let within = bodies.iter().filter(|(other, _)| other != head && body[*other]);
         let within = within.map(|(_, body)| body).collect::<Vec<_>>();
-        let own = (0..code.len()).filter(|&at| body[at] && !within.iter().any(|body| body[at]));
-        Loop { own: own.collect(), innermost: within.is_empty() }
+        let all = (0..code.len()).filter(|&at| body[at]);
+        let own = all.clone().filter(|&at| !within.iter().any(|body| body[at]));
+        Loop { own: own.collect(), body: all.collect(), innermost: within.is_empty() }
     };
     (0..bodies.len()).map(lone).collect()
 }
@@ -149,8 +152,8 @@ mod tests {
 
     use super::{Flow::*, *};
 
-    fn found(own: &[usize], innermost: bool) -> Loop {
-        Loop { own: own.to_vec(), innermost }
+    fn found(own: &[usize], innermost: bool) -> (Vec<usize>, bool) {
+        (own.to_vec(), innermost)
     }
 
     #[rstest]
@@ -170,7 +173,14 @@ mod tests {
     )]
     #[case::unreached(&[End, Next, Jump(1)], vec![])]
     #[case::padding(&[Next, Jump(1), Next], vec![])]
-    fn loops_are_found(#[case] code: &[Flow], #[case] expected: Vec<Loop>) {
-        assert_eq!(loops(code), expected);
+    fn loops_are_found(#[case] code: &[Flow], #[case] expected: Vec<(Vec<usize>, bool)>) {
+        let loops = loops(code).into_iter().map(|found| (found.own, found.innermost));
+        assert_eq!(loops.collect::<Vec<_>>(), expected);
+    }
+
+    #[test]
+    fn what_is_in_an_inner_loop_is_in_the_outer_one_too() {
+        let code = [Next, Next, Next, Either(2), Next, Either(1), End];
+        assert_eq!(loops(&code)[0].body, [1, 2, 3, 4, 5]);
     }
 }

@@ -13,11 +13,15 @@
 //! The machine code of each kernel is disassembled by `nvdisasm`: how many instructions of its hottest loop
 //! are matrix products tells whether the matrix units are kept busy.
 //!
-//! `table.txt` holds the figures of the usual kernels. `--check` fails and tells what is different now;
-//! `--update` writes them anew, for the change to be seen where it is reviewed.
+//! Kernels with a producer need TMA, which `CubeCL`'s C++ compiler alone lowers: they are compiled to C++,
+//! and by NVRTC from there, where that is installed.
 //!
-//! The compiler needs LLVM and is behind the feature `llvm`, which nothing turns on but the audit
-//! itself. What is here without it: the list of kernels, the tools' whereabouts and the report.
+//! `table.txt` holds the figures of the usual kernels, and `table_cpp.txt` those of kernels with a
+//! producer. `--check` fails and tells what is different now; `--update` writes them anew, for the change
+//! to be seen where it is reviewed.
+//!
+//! The compiler needs LLVM and is behind the feature `llvm`, NVRTC behind `nvrtc`; nothing turns them on
+//! but the audit itself. What is here without it: the list of kernels, the tools' whereabouts and the report.
 
 pub mod architecture;
 pub mod cubin;
@@ -34,6 +38,8 @@ pub mod variants;
 pub mod compile;
 #[cfg(feature = "llvm")]
 pub mod device;
+#[cfg(feature = "nvrtc")]
+pub mod nvrtc;
 
 use std::path::PathBuf;
 

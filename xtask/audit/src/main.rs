@@ -2,13 +2,14 @@
 
 use std::error::Error;
 use std::fs;
+use std::path::Path;
 use std::process::ExitCode;
 
 use clap::Parser;
 use kernel_audit::Audit;
 use kernel_audit::compile::audit;
 use kernel_audit::report::Report;
-use kernel_audit::table::{FILE, Table};
+use kernel_audit::table::{Kind, Table};
 use kernel_audit::toolchain::{Toolkit, releases};
 
 #[derive(Parser)]
@@ -19,6 +20,13 @@ use kernel_audit::toolchain::{Toolkit, releases};
 struct Cli {
     #[command(flatten)]
     audit: Audit,
+}
+
+/// What one compiler makes of its kernels, and the releases of the tools.
+struct Audited {
+    kind: Kind,
+    report: Report,
+    releases: String,
 }
 
 fn main() -> ExitCode {
@@ -32,33 +40,76 @@ fn run(arguments: &Audit) -> Result<ExitCode, Box<dyn Error>> {
     let toolkit = Toolkit::find()?;
     // SAFETY: no other thread runs yet. The compiler finds libdevice by this variable alone.
     unsafe { std::env::set_var("CUDA_PATH", toolkit.root()) };
-    let report = audit(arguments, &toolkit)?;
-    if let Some(file) = &arguments.json {
-        write(&report, file).map_err(|error| format!("{}: {error}", file.display()))?;
+    let mut audited = vec![Audited {
+        kind: Kind::Default,
+        report: audit(arguments, &toolkit)?,
+        releases: releases(&toolkit)?,
+    }];
+    audited.extend(audit_cpp(arguments, &toolkit)?);
+    audited.retain(|audited| !audited.report.rows().is_empty());
+    if audited.is_empty() {
+        let text = &arguments.kernel;
+        return Err(format!(
+            "--kernel: no blueprint has {text:?} in it; the table without --kernel lists them"
+        )
+        .into());
     }
-    let mut passed = report.passed();
-    if arguments.check || arguments.update {
-        println!("{}", report.brief());
-        let table = Table::new(&report, releases(&toolkit)?);
-        let failed = |error: &dyn Error| format!("{FILE}: {error}");
-        if arguments.update {
-            fs::write(FILE, table.to_string()).map_err(|error| failed(&error))?;
-            println!("{FILE}: written");
+    if let Some(file) = &arguments.json {
+        write(&audited, file).map_err(|error| format!("{}: {error}", file.display()))?;
+    }
+    let mut passed = true;
+    for Audited { kind, report, releases } in audited {
+        passed &= report.passed();
+        if arguments.check || arguments.update {
+            println!("{}", report.brief());
+            let table = Table::new(kind, &report, releases);
+            passed &= if arguments.update { update(kind, &table)? } else { check(kind, &table)? };
         } else {
-            let old = fs::read_to_string(FILE).map_err(|error| failed(&error))?;
-            let old = Table::read(&old).map_err(|error| failed(&error))?;
-            let difference = old.difference(&table);
-            println!("{difference}");
-            passed &= difference.passed();
+            println!("{report}");
         }
-    } else {
-        println!("{report}");
     }
     Ok(if passed { ExitCode::SUCCESS } else { ExitCode::FAILURE })
 }
 
-fn write(report: &Report, file: &std::path::Path) -> Result<(), Box<dyn Error>> {
-    let mut json = serde_json::to_string_pretty(report.rows())?;
+#[cfg(feature = "nvrtc")]
+fn audit_cpp(arguments: &Audit, toolkit: &Toolkit) -> Result<Option<Audited>, Box<dyn Error>> {
+    use kernel_audit::{compile, nvrtc::Nvrtc, toolchain::ptxas};
+
+    let found = toolkit.nvrtc().ok_or("NVRTC is missing; run `cargo xtask provision --nvrtc`")?;
+    let nvrtc = Nvrtc::load(&found)?;
+    let report = compile::audit_cpp(arguments, toolkit, &nvrtc)?;
+    let releases = format!("{}, ptxas {}", nvrtc.release()?, ptxas(toolkit)?);
+    Ok(Some(Audited { kind: Kind::Cpp, report, releases }))
+}
+
+#[cfg(not(feature = "nvrtc"))]
+fn audit_cpp(_: &Audit, _: &Toolkit) -> Result<Option<Audited>, Box<dyn Error>> {
+    println!(
+        "skipped: kernels with a producer, which `cargo xtask provision --nvrtc` installs a compiler for"
+    );
+    Ok(None)
+}
+
+fn update(kind: Kind, table: &Table) -> Result<bool, Box<dyn Error>> {
+    let file = kind.file();
+    fs::write(file, table.to_string()).map_err(|error| format!("{file}: {error}"))?;
+    println!("{file}: written");
+    Ok(true)
+}
+
+fn check(kind: Kind, table: &Table) -> Result<bool, Box<dyn Error>> {
+    let file = kind.file();
+    let failed = |error: &dyn Error| format!("{file}: {error}");
+    let old = fs::read_to_string(file).map_err(|error| failed(&error))?;
+    let old = Table::read(kind, &old).map_err(|error| failed(&error))?;
+    let difference = old.difference(table);
+    println!("{difference}");
+    Ok(difference.passed())
+}
+
+fn write(audited: &[Audited], file: &Path) -> Result<(), Box<dyn Error>> {
+    let rows = audited.iter().flat_map(|audited| audited.report.rows()).collect::<Vec<_>>();
+    let mut json = serde_json::to_string_pretty(&rows)?;
     json.push('\n');
     Ok(fs::write(file, json)?)
 }

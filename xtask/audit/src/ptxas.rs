@@ -136,10 +136,11 @@ impl Verdict {
 ///
 /// If the kernel does not say how many threads a block has.
 pub fn alone(ptx: &str) -> Result<String, PtxasError> {
-    const THREADS: &str = "\n.reqntid ";
+    // The compiler of C++ says the most that there are.
+    const THREADS: [&str; 2] = ["\n.reqntid ", "\n.maxntid "];
     let end = |start: usize| ptx[start + 1..].find('\n').map(|length| start + 1 + length);
-    let Some(end) = ptx.find(THREADS).and_then(end) else {
-        return Err(PtxasError::Ptx(THREADS.trim()));
+    let Some(end) = THREADS.iter().find_map(|threads| ptx.find(threads)).and_then(end) else {
+        return Err(PtxasError::Ptx("threads of a block (.reqntid, .maxntid)"));
     };
     Ok(format!("{}\n.minnctapersm 1{}", &ptx[..end], &ptx[end..]))
 }
@@ -285,6 +286,8 @@ ptxas info    : Compile time = 2.077 ms
         let ptx = ".visible .entry kernel(\n)\n.reqntid 64, 1, 1\n{\n";
         let expected = ".visible .entry kernel(\n)\n.reqntid 64, 1, 1\n.minnctapersm 1\n{\n";
         assert_eq!(alone(ptx).unwrap(), expected);
+        let ptx = ptx.replace(".reqntid", ".maxntid");
+        assert_eq!(alone(&ptx).unwrap(), expected.replace(".reqntid", ".maxntid"));
         let error = alone(".visible .entry kernel()\n{\n").unwrap_err().to_string();
         assert!(error.contains(".reqntid"), "{error}");
     }

@@ -38,7 +38,7 @@ impl Row {
     /// Whether it is written for matrix units and yet multiplies without them in its hottest loop, or
     /// no second block resides beside it to hide its latencies.
     fn wastes_matrix_units(&self) -> bool {
-        let asked = self.blueprint.split(' ').any(|word| word == "mma");
+        let asked = self.blueprint.split(' ').any(|word| ["mma", "mma-async"].contains(&word));
         asked && (self.hot_loop.matrix_products == 0 || self.resident_blocks < 2)
     }
 
@@ -142,7 +142,7 @@ impl fmt::Display for Report {
 }
 
 fn table<'a>(rows: impl Iterator<Item = &'a Row>) -> Table {
-    const NUMBERS: [&str; 12] = [
+    const NUMBERS: [&str; 13] = [
         "threads",
         "registers",
         "shared",
@@ -152,6 +152,7 @@ fn table<'a>(rows: impl Iterator<Item = &'a Row>) -> Table {
         "local",
         "mma",
         "ldmatrix",
+        "tma",
         "loop",
         "share",
         "blocks",
@@ -161,7 +162,8 @@ fn table<'a>(rows: impl Iterator<Item = &'a Row>) -> Table {
     table.add_rows(rows.map(|row| {
         let Usage { registers, stack_frame, spill_stores, spill_loads, local_memory, .. } =
             row.usage;
-        let HotLoop { matrix_products, matrix_loads, loop_instructions } = row.hot_loop;
+        let HotLoop { matrix_products, matrix_loads, loop_instructions, tensor_copies } =
+            row.hot_loop;
         let numbers = [
             row.threads.to_string(),
             registers.to_string(),
@@ -172,6 +174,7 @@ fn table<'a>(rows: impl Iterator<Item = &'a Row>) -> Table {
             local_memory.to_string(),
             matrix_products.to_string(),
             matrix_loads.to_string(),
+            tensor_copies.to_string(),
             loop_instructions.to_string(),
             format!("{}%", row.hot_loop.share()),
             row.resident_blocks.to_string(),
@@ -201,7 +204,12 @@ mod tests {
             threads: 64,
             shared_memory: 27_648,
             usage,
-            hot_loop: HotLoop { matrix_products: 16, matrix_loads: 8, loop_instructions: 96 },
+            hot_loop: HotLoop {
+                matrix_products: 16,
+                matrix_loads: 8,
+                loop_instructions: 96,
+                tensor_copies: 0,
+            },
             resident_blocks: 6,
             verdict,
         }
@@ -230,6 +238,7 @@ mod tests {
     #[rstest]
     #[case::as_it_should("attention_varlen mma f16", 16, 2, true)]
     #[case::without_instructions("attention_varlen mma f16", 0, 2, false)]
+    #[case::producer_alone("attention_varlen mma-async f16", 16, 1, false)]
     #[case::alone("attention_varlen backward mma f16", 16, 1, false)]
     #[case::plain("attention_varlen simt f16", 0, 1, true)]
     fn matrix_units_are_used_where_they_are_asked_for(
@@ -262,7 +271,7 @@ mod tests {
         let text = Report::new(vec![clean()]).to_string();
         let summary = "attention_varlen sm_90a: 1 kernels, at most 162 registers and 27648 B of shared memory";
         assert!(text.contains(summary), "{text}");
-        assert!(text.contains("16         8    96    25%       6"), "{text}");
+        assert!(text.contains("16         8    0    96    25%       6"), "{text}");
     }
 
     #[test]

@@ -17,6 +17,9 @@ const PRODUCTS: [&str; 9] =
 /// Opcode of `ldmatrix`.
 const LOAD: &str = "LDSM";
 
+/// Opcode of a copy by TMA into shared memory.
+const COPY: &str = "UTMALDG";
+
 /// Disassembly in another form than the one that is read here.
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
 pub enum SassError {
@@ -41,6 +44,9 @@ pub struct HotLoop {
     pub matrix_loads: u32,
     /// All instructions.
     pub loop_instructions: u32,
+    /// Copies by TMA. Each is in a loop of its own, which sees to it that all threads that get there name
+    /// the same copy.
+    pub tensor_copies: u32,
 }
 
 impl HotLoop {
@@ -51,10 +57,12 @@ impl HotLoop {
         let candidates = loops.iter().map(|body| {
             let own = body.own.iter().map(|&at| &code[at]);
             let count = |kind| own.clone().filter(|instruction| instruction.kind == kind).count();
+            let copies = body.body.iter().filter(|&&at| code[at].kind == Kind::Copy);
             let found = Self {
                 matrix_products: count(Kind::Product) as u32,
                 matrix_loads: count(Kind::Load) as u32,
                 loop_instructions: body.own.len() as u32,
+                tensor_copies: copies.count() as u32,
             };
             (found, body.innermost)
         });
@@ -84,6 +92,7 @@ impl HotLoop {
 enum Kind {
     Product,
     Load,
+    Copy,
     Other,
 }
 
@@ -93,6 +102,7 @@ impl Kind {
         let name = opcode.split('.').next().unwrap_or(opcode);
         match name {
             LOAD => Self::Load,
+            COPY => Self::Copy,
             _ if PRODUCTS.contains(&name) => Self::Product,
             _ => Self::Other,
         }

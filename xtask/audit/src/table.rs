@@ -8,16 +8,50 @@ use thiserror::Error;
 use crate::report::{Report, Row};
 use crate::sass::HotLoop;
 
-/// Where the table is kept.
-pub const FILE: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/table.txt");
+/// Which kernels a table has.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Kind {
+    /// Those that the default compiler compiles.
+    Default,
+    /// Those that need the C++ compiler: kernels with a producer.
+    Cpp,
+}
 
-/// What the file says about itself, before the releases of the tools.
-const TITLE: &str = "# The usual kernels, written by `cargo xtask audit --update` with ";
+impl Kind {
+    /// Where the table is kept.
+    pub fn file(self) -> &'static str {
+        match self {
+            Self::Default => concat!(env!("CARGO_MANIFEST_DIR"), "/table.txt"),
+            Self::Cpp => concat!(env!("CARGO_MANIFEST_DIR"), "/table_cpp.txt"),
+        }
+    }
+
+    /// What the file says about itself, before the releases of the tools.
+    fn title(self) -> &'static str {
+        match self {
+            Self::Default => "# The usual kernels, written by `cargo xtask audit --update` with ",
+            Self::Cpp => {
+                "# The usual kernels with a producer, written by `cargo xtask audit --update` with "
+            }
+        }
+    }
+
+    /// The columns before the kernel, and how wide they are.
+    fn columns(self) -> impl Iterator<Item = (&'static str, usize)> {
+        let copies = (self == Self::Cpp).then_some(COPIES);
+        COLUMNS.into_iter().chain(copies)
+    }
+}
 
 const LEGEND: &str = "\
 # Of a thread: registers; bytes spilled, stores and loads; bytes of local memory. Of a block: threads;
 # bytes of shared memory. Of the hottest loop: matrix products, loads of matrices, all instructions,
 # and matrix instructions in percent of them. Of a multiprocessor: blocks that reside at a time.
+";
+
+/// What is said of the last column of kernels with a producer.
+const COPIES_LEGEND: &str = "\
+# tma: tiles that the producer has copied in the hottest loop, of keys and of values, panel by panel.
 ";
 
 /// The columns before the kernel, and how wide they are.
@@ -35,6 +69,9 @@ const COLUMNS: [(&str, usize); 12] = [
     ("blocks", 6),
     ("verdict", 7),
 ];
+
+/// The last column of kernels with a producer: copies by TMA in the hottest loop.
+const COPIES: (&str, usize) = ("tma", 4);
 
 /// Columns that other releases of the tools do not change.
 const STEADY: [&str; 3] = ["threads", "shared", "verdict"];
@@ -54,6 +91,7 @@ pub struct TableError {
 /// The table.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Table {
+    kind: Kind,
     releases: String,
     lines: Vec<Line>,
 }
@@ -61,14 +99,15 @@ pub struct Table {
 /// A kernel on an architecture.
 #[derive(Clone, Debug, PartialEq, Eq)]
 struct Line {
-    cells: [String; COLUMNS.len()],
+    cells: Vec<String>,
     kernel: String,
 }
 
 impl Line {
-    fn of(row: &Row) -> Self {
-        let HotLoop { matrix_products, matrix_loads, loop_instructions } = row.hot_loop;
-        let cells = [
+    fn of(row: &Row, kind: Kind) -> Self {
+        let HotLoop { matrix_products, matrix_loads, loop_instructions, tensor_copies } =
+            row.hot_loop;
+        let mut cells = vec![
             row.architecture.to_string(),
             row.threads.to_string(),
             row.usage.registers.to_string(),
@@ -81,15 +120,17 @@ impl Line {
             format!("{}%", row.hot_loop.share()),
             row.resident_blocks.to_string(),
             row.verdict.to_string(),
+            tensor_copies.to_string(),
         ];
+        cells.truncate(kind.columns().count());
         Self { cells, kernel: row.blueprint.clone() }
     }
 
-    fn read(mut text: &str) -> Option<Self> {
-        let mut cells = [const { String::new() }; COLUMNS.len()];
-        for cell in &mut cells {
+    fn read(mut text: &str, kind: Kind) -> Option<Self> {
+        let mut cells = Vec::new();
+        for _ in kind.columns() {
             let (word, rest) = text.trim_start().split_once(' ')?;
-            *cell = word.to_owned();
+            cells.push(word.to_owned());
             text = rest;
         }
         let kernel = text.trim().to_owned();
@@ -102,11 +143,12 @@ impl Line {
 
     /// The cells that differ, each with whether that is the kernels' doing whatever the tools.
     fn changes(&self, new: &Self) -> Vec<(String, bool)> {
-        let cells = COLUMNS.iter().zip(self.cells.iter().zip(&new.cells));
+        // Tables of a kind have the same columns.
+        let cells = Kind::Cpp.columns().zip(self.cells.iter().zip(&new.cells));
         let changed = cells.filter(|(_, (old, new))| old != new);
-        let change = |((name, _), (old, new)): (&(&str, usize), (&String, &String))| {
-            let lost = *name == PRODUCTS && (old == "0" || new == "0");
-            (format!("{name} {old} -> {new}"), lost || STEADY.contains(name))
+        let change = |((name, _), (old, new)): ((&str, usize), (&String, &String))| {
+            let lost = [PRODUCTS, COPIES.0].contains(&name) && (old == "0" || new == "0");
+            (format!("{name} {old} -> {new}"), lost || STEADY.contains(&name))
         };
         changed.map(change).collect()
     }
@@ -123,7 +165,7 @@ fn write_cells<'a>(
     cells: impl Iterator<Item = &'a str>,
     kernel: &str,
 ) -> fmt::Result {
-    for (index, (cell, (_, width))) in cells.zip(COLUMNS).enumerate() {
+    for (index, (cell, (_, width))) in cells.zip(Kind::Cpp.columns()).enumerate() {
         match index {
             0 => write!(f, "{cell:<width$}")?,
             _ => write!(f, " {cell:>width$}")?,
@@ -135,16 +177,20 @@ fn write_cells<'a>(
 /// The file.
 impl fmt::Display for Table {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{TITLE}{}.\n{LEGEND}", self.releases)?;
-        write_cells(f, COLUMNS.iter().map(|(name, _)| *name), "kernel\n")?;
+        write!(f, "{}{}.\n{LEGEND}", self.kind.title(), self.releases)?;
+        if self.kind == Kind::Cpp {
+            f.write_str(COPIES_LEGEND)?;
+        }
+        write_cells(f, self.kind.columns().map(|(name, _)| name), "kernel\n")?;
         self.lines.iter().try_for_each(|line| writeln!(f, "{line}"))
     }
 }
 
 impl Table {
     /// The table of a report that was made with tools of these releases.
-    pub fn new(report: &Report, releases: String) -> Self {
-        Self { releases, lines: report.rows().iter().map(Line::of).collect() }
+    pub fn new(kind: Kind, report: &Report, releases: String) -> Self {
+        let lines = report.rows().iter().map(|row| Line::of(row, kind)).collect();
+        Self { kind, releases, lines }
     }
 
     /// Reads the file.
@@ -152,26 +198,26 @@ impl Table {
     /// # Errors
     ///
     /// If it is not one that was written by this program.
-    pub fn read(text: &str) -> Result<Self, TableError> {
+    pub fn read(kind: Kind, text: &str) -> Result<Self, TableError> {
         let mut lines = text.lines().enumerate();
-        let first = lines.next().and_then(|(_, first)| first.strip_prefix(TITLE));
+        let first = lines.next().and_then(|(_, first)| first.strip_prefix(kind.title()));
         let releases = first.and_then(|rest| rest.strip_suffix('.'));
         let releases =
             releases.ok_or(TableError { line: 1, expected: "the title of the table" })?;
         let rows = lines.filter(|(_, line)| !line.starts_with('#'));
         let mut rows = rows.map(|(index, line)| {
             let expected = "the columns of the table";
-            Line::read(line).ok_or(TableError { line: index + 1, expected })
+            Line::read(line, kind).ok_or(TableError { line: index + 1, expected })
         });
         let head = rows.next().transpose()?;
         let named = head.is_some_and(|head| {
-            head.cells.iter().map(String::as_str).eq(COLUMNS.iter().map(|(name, _)| *name))
+            head.cells.iter().map(String::as_str).eq(kind.columns().map(|(name, _)| name))
         });
         if !named {
-            let line = 2 + LEGEND.lines().count();
+            let line = 1 + text.lines().take_while(|line| line.starts_with('#')).count();
             return Err(TableError { line, expected: "the columns' names" });
         }
-        Ok(Self { releases: releases.to_owned(), lines: rows.collect::<Result<_, _>>()? })
+        Ok(Self { kind, releases: releases.to_owned(), lines: rows.collect::<Result<_, _>>()? })
     }
 
     /// What is different in `new`.

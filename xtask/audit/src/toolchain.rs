@@ -89,10 +89,29 @@ impl Toolkit {
         self.root.join("bin/ptxas")
     }
 
+    /// The compiler of C++ with its headers, if they are there: `cargo xtask provision --nvrtc` installs
+    /// them beside the other tools, a whole toolkit has them as well.
+    pub fn nvrtc(&self) -> Option<Nvrtc> {
+        let include = self.root.join("include");
+        let library = ["lib", "lib64"].map(|lib| self.root.join(lib).join("libnvrtc.so.13"));
+        let library = library.into_iter().find(|file| file.is_file())?;
+        let headers = [include.join("cuda_fp16.h"), include.join("cccl/cuda/barrier")];
+        headers.iter().all(|file| file.is_file()).then_some(Nvrtc { library, include })
+    }
+
     /// The disassembler.
     pub fn nvdisasm(&self) -> PathBuf {
         self.root.join("bin/nvdisasm")
     }
+}
+
+/// Where the compiler of C++ is.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Nvrtc {
+    /// The library.
+    pub library: PathBuf,
+    /// CUDA's headers, with those of its C++ library in `cccl`.
+    pub include: PathBuf,
 }
 
 /// LLVM where `tracel-llvm-bundler` looks for it, which is checked before a build would try to download
@@ -117,10 +136,17 @@ pub fn llvm() -> Result<PathBuf, ToolchainError> {
 /// If a tool is missing or does not say.
 pub fn releases(toolkit: &Toolkit) -> Result<String, ToolchainError> {
     let llvm = version(&llvm()?.join("bin/llvm-config"), |line| Some(line.trim().to_owned()))?;
+    Ok(format!("LLVM {llvm}, ptxas {}", ptxas(toolkit)?))
+}
+
+/// The release of the assembler.
+///
+/// # Errors
+///
+/// If it is missing or does not say.
+pub fn ptxas(toolkit: &Toolkit) -> Result<String, ToolchainError> {
     // `Cuda compilation tools, release 13.2, V13.2.78`
-    let ptxas =
-        version(&toolkit.ptxas(), |line| Some(line.split_once(", V")?.1.trim().to_owned()))?;
-    Ok(format!("LLVM {llvm}, ptxas {ptxas}"))
+    version(&toolkit.ptxas(), |line| Some(line.split_once(", V")?.1.trim().to_owned()))
 }
 
 /// What is found in the first line that has it.
@@ -177,6 +203,19 @@ mod tests {
         let error = Toolkit::choose(Some(half.path().to_owned()), roots.into_iter()).unwrap_err();
         assert_eq!(error, ToolchainError::CudaPath(half.path().join(FILES[2])));
         assert!(error.to_string().contains("cargo xtask provision"));
+    }
+
+    #[test]
+    fn the_compiler_of_cpp_needs_its_headers() {
+        let library = "lib/libnvrtc.so.13";
+        let headers = ["include/cuda_fp16.h", "include/cccl/cuda/barrier"];
+        let of = |files: &[&str]| {
+            let folder = toolkit(files);
+            Toolkit { root: folder.path().to_owned() }.nvrtc().is_some()
+        };
+        assert!(of(&[library, headers[0], headers[1]]));
+        assert!(!of(&[library, headers[0]]));
+        assert!(!of(&headers));
     }
 
     #[test]

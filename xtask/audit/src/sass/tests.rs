@@ -18,7 +18,8 @@ fn hot(text: &str, sizes: &[usize]) -> Vec<HotLoop> {
 
 #[test]
 fn the_loop_with_most_matrix_instructions_is_hot() {
-    let expected = HotLoop { matrix_products: 4, matrix_loads: 4, loop_instructions: 17 };
+    let expected =
+        HotLoop { matrix_products: 4, matrix_loads: 4, loop_instructions: 17, tensor_copies: 0 };
     assert_eq!(hot(MATRIX, &[0x500]), [expected]);
     assert_eq!(expected.share(), 47);
 }
@@ -35,6 +36,7 @@ fn a_called_function_is_no_part_of_the_loop() {
 #[case("HGMMA.64x64x16.F32.BF16", Kind::Product)]
 #[case("LDSM.16.MT88.4", Kind::Load)]
 #[case("HFMA2.MMA", Kind::Other)]
+#[case("UTMALDG.3D", Kind::Copy)]
 #[case("LDS.128", Kind::Other)]
 fn matrix_instructions_are_told_from_others(#[case] opcode: &str, #[case] expected: Kind) {
     assert_eq!(Kind::of(opcode), expected);

@@ -16,14 +16,19 @@ fn row(kernel: &str) -> Row {
         threads: 128,
         shared_memory: 27_648,
         usage: Usage { registers: 162, ..Usage::default() },
-        hot_loop: HotLoop { matrix_products: 16, matrix_loads: 8, loop_instructions: 96 },
+        hot_loop: HotLoop {
+            matrix_products: 16,
+            matrix_loads: 8,
+            loop_instructions: 96,
+            tensor_copies: 0,
+        },
         resident_blocks: 3,
         verdict: Verdict::Clean,
     }
 }
 
 fn table(rows: &[Row], tools: &str) -> Table {
-    Table::new(&Report::new(rows.to_vec()), tools.to_owned())
+    Table::new(Kind::Default, &Report::new(rows.to_vec()), tools.to_owned())
 }
 
 #[test]
@@ -36,7 +41,26 @@ sm_90a     128       162  27648       0     0   16        8   96   25%      3   
 sm_90a     128       162  27648       0     0   16        8   96   25%      3   clean attention_varlen bf16
 ";
     assert!(text.ends_with(expected), "{text}");
-    assert_eq!(Table::read(&text), Ok(table));
+    assert_eq!(Table::read(Kind::Default, &text), Ok(table));
+}
+
+#[test]
+fn kernels_with_a_producer_have_a_table_of_their_own() {
+    let mut copying = row("mma-async f16");
+    copying.hot_loop.tensor_copies = 2;
+    let of = |row: &Row| Table::new(Kind::Cpp, &Report::new(vec![row.clone()]), TOOLS.to_owned());
+    let text = of(&copying).to_string();
+    assert!(text.ends_with(" clean    2 attention_varlen mma-async f16\n"), "{text}");
+    assert_eq!(Table::read(Kind::Cpp, &text), Ok(of(&copying)));
+    assert!(Table::read(Kind::Default, &text).is_err());
+    let mut waiting = copying.clone();
+    waiting.hot_loop.tensor_copies = 0;
+    let difference = of(&copying).difference(&Table::new(
+        Kind::Cpp,
+        &Report::new(vec![waiting]),
+        "NVRTC 14.0, ptxas 14.0.0".to_owned(),
+    ));
+    assert!(!difference.passed(), "{difference}");
 }
 
 #[test]
@@ -88,13 +112,13 @@ fn other_tools_excuse_other_figures(#[case] change: fn(&mut Row), #[case] excuse
 #[rstest]
 #[case("", "line 1: expected the title")]
 #[case("arch threads", "line 1: expected the title")]
-#[case(&format!("{TITLE}{TOOLS}.\n{LEGEND}"), "line 5: expected the columns' names")]
+#[case(&format!("{}{TOOLS}.\n{LEGEND}", Kind::Default.title()), "line 5: expected the columns' names")]
 #[case(
     &table(&[row("f16")], TOOLS).to_string().replace("ldmatrix", "ldsm"),
     "line 5: expected the columns' names"
 )]
 #[case(&format!("{}sm_90a 128", table(&[], TOOLS)), "line 6: expected the columns")]
 fn another_file_is_refused(#[case] text: &str, #[case] message: &str) {
-    let error = Table::read(text).unwrap_err().to_string();
+    let error = Table::read(Kind::Default, text).unwrap_err().to_string();
     assert!(error.starts_with(message), "{error}");
 }

@@ -15,14 +15,6 @@ pub(super) fn forward(
     properties: &DeviceProperties,
     selection: Selection,
 ) -> Result<Vec<Variant>, Unsupported> {
-    let variant = |blueprint: AttentionBlueprint| Variant {
-        operation: "attention_varlen",
-        blueprint: blueprint.to_string(),
-        threads: blueprint.units(),
-        build: Box::new(move |properties, target| {
-            attention_varlen::kernel(blueprint, properties, target)
-        }),
-    };
     let mut variants = Vec::new();
     for (problem, _) in problems(selection) {
         let plain = attention_varlen::supports_engine(properties, &problem, Engine::Simt)?;
@@ -30,6 +22,35 @@ pub(super) fn forward(
         variants.extend(candidates.into_iter().chain([plain]).map(variant));
     }
     Ok(variants)
+}
+
+/// Every kernel with a producer, on a device that can have one, for the problems that it serves.
+pub(super) fn asynchronous(
+    properties: &DeviceProperties,
+    selection: Selection,
+) -> Result<Vec<Variant>, Unsupported> {
+    let mut variants = Vec::new();
+    for (problem, _) in problems(selection) {
+        match attention_varlen::candidates_on(properties, &problem, Engine::AsyncMma) {
+            Ok(candidates) => variants.extend(candidates.into_iter().map(variant)),
+            Err(Unsupported::Engine { .. }) => {}
+            Err(error) => return Err(error),
+        }
+    }
+    Ok(variants)
+}
+
+/// The kernel of a blueprint.
+fn variant(blueprint: AttentionBlueprint) -> Variant {
+    Variant {
+        operation: "attention_varlen",
+        blueprint: blueprint.to_string(),
+        threads: blueprint.units(),
+        needs_cpp: blueprint.engine() == Engine::AsyncMma,
+        build: Box::new(move |properties, target| {
+            attention_varlen::kernel(blueprint, properties, target)
+        }),
+    }
 }
 
 /// The passes that compute gradients. The first differs by neither mask nor softcap, the others do
@@ -46,6 +67,7 @@ pub(super) fn backward(
         },
         blueprint: format!("{blueprint} {pass}"),
         threads: blueprint.units(pass),
+        needs_cpp: false,
         build: Box::new(move |properties, target| {
             backward::kernel(blueprint, pass, properties, target)
         }),

@@ -27,8 +27,9 @@ use kernels_cubecl::{TensorLayout, Unsupported};
 type List = fn(&DeviceProperties, Selection) -> Result<Vec<Variant>, Unsupported>;
 
 /// What lists kernels.
-const LISTS: [List; 4] = [
+const LISTS: [List; 5] = [
     attention_varlen::forward,
+    attention_varlen::asynchronous,
     attention_varlen::backward,
     rope_qk_norm::forward,
     rope_qk_norm::backward,
@@ -122,6 +123,7 @@ pub struct Variant {
     operation: &'static str,
     blueprint: String,
     threads: usize,
+    needs_cpp: bool,
     build: Build,
 }
 
@@ -134,6 +136,11 @@ impl Variant {
     /// Threads of a block.
     pub fn threads(&self) -> usize {
         self.threads
+    }
+
+    /// Whether the C++ compiler alone lowers what it does.
+    pub fn needs_cpp(&self) -> bool {
+        self.needs_cpp
     }
 
     /// The kernel, to be compiled for the device with these properties.

@@ -32,6 +32,7 @@ pub(super) fn forward(
                     operation: "rope_qk_norm",
                     blueprint: blueprint.to_string(),
                     threads: blueprint.units(),
+                    needs_cpp: false,
                     build: Box::new(move |properties, target| {
                         rope_qk_norm::kernel(blueprint, properties, target)
                     }),
@@ -59,6 +60,7 @@ pub(super) fn backward(
                     operation: "rope_qk_norm_backward",
                     blueprint: blueprint.to_string(),
                     threads: blueprint.units(),
+                    needs_cpp: false,
                     build: Box::new(move |properties, target| {
                         backward::kernel(blueprint, properties, target)
                     }),
@@ -67,6 +69,7 @@ pub(super) fn backward(
                     operation: "rope_qk_norm_weight_gradient",
                     blueprint: blueprint.to_string(),
                     threads: blueprint.units(),
+                    needs_cpp: false,
                     build: Box::new(move |properties, target| {
                         backward::weight_gradient_kernel(blueprint, properties, target)
                     }),
