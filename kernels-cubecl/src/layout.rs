@@ -60,6 +60,14 @@ impl TensorLayout {
             .fold(1usize, usize::saturating_add)
     }
 
+    /// Whether TMA can copy tiles of 16-bit elements from it: `cuTensorMapEncodeTiled` wants neighbours side
+    /// by side, and strides of whole 16 bytes and less than 2^40. The order of the axes is free.
+    pub fn copies_by_tma(&self) -> bool {
+        const UNIT: usize = 8;
+        const LIMIT: usize = 1 << 39;
+        self.vector_size_up_to(UNIT, UNIT) == UNIT && self.strides.iter().all(|&s| s < LIMIT)
+    }
+
     /// Widest vector, in elements, that `unit` consecutive elements of the last axis can be moved
     /// by: [`VECTOR`] or 1.
     pub(crate) fn vector_size(&self, unit: usize) -> usize {
@@ -131,6 +139,17 @@ mod tests {
         assert_eq!(TensorLayout::contiguous([0, 3, 8]).span(), 0);
         let huge = TensorLayout { shape: [usize::MAX, 2, 2], strides: [usize::MAX, 1, 1] };
         assert_eq!(huge.span(), usize::MAX);
+    }
+
+    #[test]
+    fn tiles_are_copied_in_units_of_16_bytes() {
+        let strided = |strides| TensorLayout { shape: [5, 3, 72], strides };
+        assert!(strided([216, 72, 1]).copies_by_tma());
+        assert!(strided([72, 360, 1]).copies_by_tma());
+        assert!(!strided([220, 72, 1]).copies_by_tma());
+        assert!(!strided([216, 72, 2]).copies_by_tma());
+        assert!(!strided([1 << 39, 72, 1]).copies_by_tma());
+        assert!(TensorLayout { shape: [1, 3, 72], strides: [3, 72, 1] }.copies_by_tma());
     }
 
     #[test]

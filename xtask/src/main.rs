@@ -33,7 +33,7 @@ enum Command {
     /// Compile kernels without a GPU; fail if one needs local memory or differs from the table.
     Audit(kernel_audit::Audit),
     /// Install what building for CUDA and `audit` need: LLVM, ptxas, nvdisasm, libdevice.
-    Provision,
+    Provision(provision::Provision),
 }
 
 /// What stands on the command line after the command, for a program of its own that reads it again.
@@ -49,7 +49,7 @@ fn main() -> ExitCode {
         Command::Checkpoint(checkpoint) => checkpoint.run(),
         Command::Devices(devices) => devices.run(),
         Command::Audit(_) => audit::run(),
-        Command::Provision => provision::run(),
+        Command::Provision(provision) => provision.run(),
     };
     result.unwrap_or_else(|error| {
         eprintln!("error: {error}");

@@ -24,8 +24,10 @@ pub enum AttentionImplementation {
     /// One kernel over all segments with O(tokens) memory.
     #[serde(rename = "flash_attention_2")]
     FlashAttention2,
-    /// The kernel for devices with asynchronous copies and matrix units; there is none yet, so that it
-    /// falls back to `flash_attention_2` everywhere.
+    /// The same with keys and values copied while others are multiplied, on devices that report TMA,
+    /// mbarriers and matrix units: NVIDIA's from compute capability 9.0 on with feature `cuda-cpp`, for f16
+    /// and bf16. It falls back to `flash_attention_2` elsewhere. Gradients are those of
+    /// `flash_attention_2`.
     #[serde(rename = "flash_attention_3")]
     FlashAttention3,
 }

@@ -248,15 +248,9 @@ pub fn candidates_on(
     Ok(blueprints)
 }
 
-/// Whether tiles of keys and values can be copied by TMA: `cuTensorMapEncodeTiled` wants neighbours side
-/// by side, and strides of whole 16 bytes and less than 2^40. The order of the axes is free.
+/// Whether tiles of keys and values can be copied by TMA.
 fn check_transfer(problem: &AttentionProblem, engine: Engine) -> Result<(), Unsupported> {
-    const UNIT: usize = 8;
-    const LIMIT: usize = 1 << 39;
-    let copied = |tensor: &TensorLayout| {
-        tensor.vector_size_up_to(UNIT, UNIT) == UNIT && tensor.strides.iter().all(|&s| s < LIMIT)
-    };
-    if [problem.k, problem.v].iter().all(copied) {
+    if [problem.k, problem.v].iter().all(TensorLayout::copies_by_tma) {
         return Ok(());
     }
     let missing = "k and v with elements side by side and strides of tokens and heads that are whole \

@@ -7,7 +7,7 @@ use burn::backend::{Backend, ExtensionType, backend_extension};
 #[cfg(feature = "cube")]
 use burn::tensor::{DType, Shape};
 
-use super::attention_varlen::AttentionOptions;
+use super::attention_varlen::{AttentionOptions, FlashKernel};
 use crate::Segments;
 
 /// Kernels of a backend for the operations of this crate, on arguments that have been checked.
@@ -25,7 +25,7 @@ use crate::Segments;
 pub trait PackedAttentionBackend: Backend {
     /// Output `[tokens_q, heads, value_dim]` in the dtype of q, and f32 lse `[tokens_q, heads]`; see
     /// [`attention_varlen`](crate::attention_varlen).
-    #[fusion(meta = |q, _k, v, _segments_q, _segments_k, _options| attention_specs(q, v))]
+    #[fusion(meta = |q, _k, v, _segments_q, _segments_k, _options, _kernel| attention_specs(q, v))]
     fn packed_attention(
         q: FloatTensor<Self>,
         k: FloatTensor<Self>,
@@ -33,6 +33,7 @@ pub trait PackedAttentionBackend: Backend {
         segments_q: Segments,
         segments_k: Segments,
         options: AttentionOptions,
+        kernel: FlashKernel,
     ) -> (FloatTensor<Self>, FloatTensor<Self>);
 
     /// Gradients of q, k and v, of which `wanted` are computed, from those of the output and of lse.
@@ -82,13 +83,14 @@ pub trait PackedAttentionBackend: Backend {
 
     /// [`packed_rope_qk_norm`](Self::packed_rope_qk_norm) of the q and k in `qkv`
     /// `[tokens, 3, heads, head_dim]`, then [`packed_attention`](Self::packed_attention).
-    #[fusion(meta = |qkv, _rotation, _norm, _segments, _options| qkv_attention_specs(qkv))]
+    #[fusion(meta = |qkv, _rotation, _norm, _segments, _options, _kernel| qkv_attention_specs(qkv))]
     fn packed_qkv_attention(
         qkv: FloatTensor<Self>,
         #[extension_type] rotation: Rotation<Self>,
         #[extension_type] norm: Norm<Self>,
         segments: Segments,
         options: AttentionOptions,
+        kernel: FlashKernel,
     ) -> (FloatTensor<Self>, FloatTensor<Self>);
 
     /// Gradients of `qkv` and of the weights in `norm` (whose epsilon it keeps). Norm and rotation

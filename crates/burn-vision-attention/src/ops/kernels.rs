@@ -3,13 +3,14 @@
 use burn::backend::DispatchDevice;
 use burn::tensor::{DType, Device};
 
-use super::attention_varlen::AttentionOptions;
+use super::attention_varlen::{AttentionOptions, FlashKernel};
 use crate::report::device_name;
 
-/// Whether the device has an attention kernel for contiguous tensors of these shapes, with a backward
+/// Whether the device has this attention kernel for contiguous tensors of these shapes, with a backward
 /// pass where the device records gradients; and if not, which property is missing.
 pub(crate) fn supports_attention(
     device: &Device,
+    kernel: FlashKernel,
     dtype: DType,
     shapes: [[usize; 3]; 3],
     options: &AttentionOptions,
@@ -21,23 +22,30 @@ pub(crate) fn supports_attention(
     match device.as_dispatch() {
         #[cfg(feature = "cube")]
         DispatchDevice::Cube(cube) => {
-            super::cube::supports_attention(cube, dtype, shapes, options, training)
+            super::cube::supports_attention(cube, kernel, dtype, shapes, options, training)
         }
         #[cfg(feature = "flex")]
-        DispatchDevice::Flex(_) => super::flex::supports_attention(dtype),
+        DispatchDevice::Flex(_) if kernel == FlashKernel::V2 => {
+            super::flex::supports_attention(dtype)
+        }
         #[allow(unreachable_patterns)] // where every backend of the build is listed above
-        _ => Err(format!("{} has no kernel for it", device_name(&device))),
+        _ => Err(match kernel {
+            FlashKernel::V2 => format!("{} has no kernel for it", device_name(&device)),
+            FlashKernel::V3 => {
+                format!("{} has no asynchronous copies and matrix units", device_name(&device))
+            }
+        }),
     }
 }
 
-/// The kernel for contiguous tensors of these shapes, in words, or which property is missing.
+/// The kernel of `flash_attention_2` for contiguous tensors of these shapes, in words, or which property is missing.
 pub(crate) fn describe_attention(
     device: &Device,
     dtype: DType,
     shapes: [[usize; 3]; 3],
     options: &AttentionOptions,
 ) -> Result<String, String> {
-    supports_attention(device, dtype, shapes, options)?;
+    supports_attention(device, FlashKernel::V2, dtype, shapes, options)?;
     let device = beneath(device)?;
     match device.as_dispatch() {
         #[cfg(feature = "cube")]
@@ -87,17 +95,4 @@ fn beneath(device: &Device) -> Result<Device, String> {
         );
     }
     Ok(device.clone().without_autodiff())
-}
-
-/// What keeps `flash_attention_3` from running on a device.
-pub(crate) fn missing_for_flash_attention_3(device: &Device) -> String {
-    match beneath(device) {
-        Err(reason) => reason,
-        Ok(device) => match device.as_dispatch() {
-            #[cfg(feature = "cube")]
-            DispatchDevice::Cube(cube) => super::cube::missing_for_flash_attention_3(cube),
-            #[allow(unreachable_patterns)] // where every backend of the build is listed above
-            _ => format!("{} has no asynchronous copies and matrix units", device_name(&device)),
-        },
-    }
 }

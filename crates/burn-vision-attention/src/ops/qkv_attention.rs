@@ -3,6 +3,8 @@
 
 use burn::tensor::{Tensor, assert_shape};
 
+#[cfg(feature = "kernels")]
+use super::attention_varlen::FlashKernel;
 use super::attention_varlen::{Attention, AttentionError, AttentionOptions, run};
 use super::rope_qk_norm::{QkNorm, rope_qk_norm};
 use crate::implementation::AttentionImplementation;
@@ -71,8 +73,8 @@ pub(crate) fn try_qkv_attention(
     let [tokens, _, heads, head_dim] = qkv.dims();
     assert_shape!(qkv, [tokens, 3, heads, head_dim]);
     #[cfg(feature = "kernels")]
-    if implementation == AttentionImplementation::FlashAttention2
-        && let Some(out) = kernel(&qkv, rope, norms, segments, options)?
+    if let Some(flash) = FlashKernel::of(implementation)
+        && let Some(out) = kernel(&qkv, flash, rope, norms, segments, options)?
     {
         return Ok(out);
     }
@@ -86,6 +88,7 @@ pub(crate) fn try_qkv_attention(
 #[cfg(feature = "kernels")]
 fn kernel(
     qkv: &Tensor<4>,
+    flash: FlashKernel,
     rope: Option<&RotaryPositionEmbedding>,
     norms: Option<&QkNorm>,
     segments: &Segments,
@@ -101,7 +104,7 @@ fn kernel(
     let plain = rope.is_none() && norms.is_none();
     if shape.contains(&0)
         || segments.total() != tokens
-        || kernels::supports_attention(&device, dtype, [shape; 3], options).is_err()
+        || kernels::supports_attention(&device, flash, dtype, [shape; 3], options).is_err()
         || !(plain || rope_qk_norm::kernel_serves(&device, dtype, [shape; 2], rope, norms))
     {
         return Ok(None);
@@ -114,6 +117,7 @@ fn kernel(
         rope_qk_norm::norm(norms),
         segments.clone(),
         *options,
+        flash,
     );
     Ok(Some(Tensor::from_dispatch(out)))
 }

@@ -1,8 +1,8 @@
 #![allow(clippy::unwrap_used)]
 
-use cubecl::features::{Features, MmaConfig, Plane, TypeUsage};
+use cubecl::features::{Features, MmaConfig, Plane, Tma, TypeUsage};
 use cubecl::ir::{
-    AddressType, DeviceIdentity, HardwareProperties, MemoryDeviceProperties, VectorSize,
+    AddressType, DeviceIdentity, HardwareProperties, MemoryDeviceProperties, OpaqueType, VectorSize,
 };
 use cubecl::profile::TimingMethod;
 use rstest::rstest;
@@ -118,6 +118,36 @@ fn matrix_kernels_are_listed_beside_the_plain_ones(
     let backward = count("attention_varlen backward mma", &[]);
     assert_eq!(backward > 0, head_dim <= 128, "{backward}");
     assert_eq!(count("attention_varlen mma f32", &[]), 0);
+}
+
+/// Where tiles can be copied by themselves, kernels that do so are listed beside the others, for the
+/// layouts that allow it.
+#[test]
+fn kernels_with_a_producer_are_listed_where_there_is_one() {
+    let listed = |properties: &DeviceProperties, selection| {
+        let mut variants = variants(properties, selection).unwrap();
+        variants.retain(Variant::needs_cpp);
+        variants.iter().map(Variant::to_string).collect::<Vec<_>>()
+    };
+    let mut properties = with_matrix_units();
+    assert_eq!(listed(&properties, Selection::Full), [""; 0]);
+    properties.features.tma.insert(Tma::Base);
+    properties.register_opaque_type(OpaqueType::TensorMap);
+    properties.register_opaque_type(OpaqueType::Barrier);
+    let usual = listed(&properties, Selection::Usual);
+    for dtype in ["f16", "bf16"] {
+        for head_dim in [64, 72, 80, 128, 192, 256] {
+            let words = format!(" mma-async {dtype} head_dim {head_dim}/{head_dim} ");
+            let of = || usual.iter().filter(|name| name.contains(&words));
+            assert!(of().any(|name| name.ends_with("U32 stages 2")), "{words}");
+            assert!(of().any(|name| name.ends_with("stages 2 left-bounded right-bounded softcap")));
+        }
+    }
+    let full = listed(&properties, Selection::Full);
+    assert!(usual.iter().all(|name| full.contains(name)));
+    // Queries may lie anyhow, keys and values not.
+    assert!(full.iter().all(|name| name.contains(", 8, 8] ")));
+    assert!(full.iter().any(|name| name.contains(" U64 ")));
 }
 
 #[rstest]

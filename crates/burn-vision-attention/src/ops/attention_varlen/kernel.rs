@@ -5,6 +5,31 @@ use burn::tensor::{Device, Tensor};
 use super::problem::Attention;
 use crate::implementation::{AttentionImplementation, KernelRequirements};
 
+/// A kernel of the forward pass. The backward pass has one for both.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum FlashKernel {
+    /// `flash_attention_2`.
+    V2,
+    /// `flash_attention_3`.
+    V3,
+}
+
+impl FlashKernel {
+    /// The kernel that an implementation asks for, if it does.
+    #[cfg(feature = "kernels")]
+    pub(crate) fn of(implementation: AttentionImplementation) -> Option<Self> {
+        [Self::V2, Self::V3].into_iter().find(|kernel| kernel.implementation() == implementation)
+    }
+
+    /// The implementation that runs it.
+    pub(crate) fn implementation(self) -> AttentionImplementation {
+        match self {
+            Self::V2 => AttentionImplementation::FlashAttention2,
+            Self::V3 => AttentionImplementation::FlashAttention3,
+        }
+    }
+}
+
 /// Whether an implementation can run on a device, and if not, which property is missing.
 pub(crate) fn support(
     implementation: AttentionImplementation,
@@ -15,15 +40,20 @@ pub(crate) fn support(
         AttentionImplementation::Eager
         | AttentionImplementation::EagerV2
         | AttentionImplementation::Sdpa => Ok(()),
-        AttentionImplementation::FlashAttention2 => flash_attention_2(device, requirements),
-        AttentionImplementation::FlashAttention3 => flash_attention_3(device),
+        AttentionImplementation::FlashAttention2 => flash(FlashKernel::V2, device, requirements),
+        AttentionImplementation::FlashAttention3 => flash(FlashKernel::V3, device, requirements),
     }
 }
 
 #[cfg(feature = "kernels")]
-fn flash_attention_2(device: &Device, requirements: &KernelRequirements) -> Result<(), String> {
+fn flash(
+    kernel: FlashKernel,
+    device: &Device,
+    requirements: &KernelRequirements,
+) -> Result<(), String> {
     crate::ops::kernels::supports_attention(
         device,
+        kernel,
         requirements.dtype,
         shapes(requirements),
         &Default::default(),
@@ -56,41 +86,37 @@ pub(crate) fn describe(device: &Device, _: &KernelRequirements) -> Result<String
     Err(no_kernel(device))
 }
 
-#[cfg(feature = "kernels")]
-fn flash_attention_3(device: &Device) -> Result<(), String> {
-    Err(crate::ops::kernels::missing_for_flash_attention_3(device))
-}
-
 /// Output and lse by the kernel, or why it cannot run.
 #[cfg(feature = "kernels")]
-pub(super) fn kernel(attention: &Attention<'_>) -> Result<(Tensor<3>, Tensor<2>), String> {
+pub(super) fn kernel(
+    attention: &Attention<'_>,
+    kernel: FlashKernel,
+) -> Result<(Tensor<3>, Tensor<2>), String> {
     use crate::ops::backend::PackedAttentionBackend;
     use burn::backend::Dispatch;
 
     let Attention { q, k, v, segments_q, segments_k, options, .. } = attention;
     let shapes = [q.dims(), k.dims(), v.dims()];
-    crate::ops::kernels::supports_attention(&q.device(), q.dtype(), shapes, options)?;
+    crate::ops::kernels::supports_attention(&q.device(), kernel, q.dtype(), shapes, options)?;
     if attention.sizes.tokens == 0 {
         return Ok(attention.unseeing(0));
     }
     let [q, k, v] = [q, k, v].map(|tensor| tensor.clone().into_dispatch());
     let (segments_q, segments_k) = ((*segments_q).clone(), (*segments_k).clone());
-    let (out, lse) = Dispatch::packed_attention(q, k, v, segments_q, segments_k, **options);
+    let (out, lse) = Dispatch::packed_attention(q, k, v, segments_q, segments_k, **options, kernel);
     Ok((Tensor::from_dispatch(out), Tensor::from_dispatch(lse)))
 }
 
 #[cfg(not(feature = "kernels"))]
-fn flash_attention_2(device: &Device, _: &KernelRequirements) -> Result<(), String> {
+fn flash(_: FlashKernel, device: &Device, _: &KernelRequirements) -> Result<(), String> {
     Err(no_kernel(device))
 }
 
 #[cfg(not(feature = "kernels"))]
-fn flash_attention_3(device: &Device) -> Result<(), String> {
-    Err(no_kernel(device))
-}
-
-#[cfg(not(feature = "kernels"))]
-pub(super) fn kernel(attention: &Attention<'_>) -> Result<(Tensor<3>, Tensor<2>), String> {
+pub(super) fn kernel(
+    attention: &Attention<'_>,
+    _: FlashKernel,
+) -> Result<(Tensor<3>, Tensor<2>), String> {
     Err(no_kernel(&attention.q.device()))
 }
 

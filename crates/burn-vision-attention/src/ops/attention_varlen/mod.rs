@@ -76,7 +76,7 @@ pub fn attention_varlen_with_lse(
     options: &AttentionOptions,
 ) -> (Tensor<3>, Tensor<2>) {
     let attention = checked([q, k, v], segments_q, segments_k, options);
-    kernel::kernel(&attention).unwrap_or_else(|_| composed::composed(&attention))
+    kernel::kernel(&attention, FlashKernel::V2).unwrap_or_else(|_| composed::composed(&attention))
 }
 
 /// As [`attention_varlen`], computed by the given implementation.
@@ -130,14 +130,20 @@ pub(crate) fn run(implementation: AttentionImplementation, attention: &Attention
         AttentionImplementation::Eager => dense::dense(attention),
         AttentionImplementation::EagerV2 => composed::composed(attention).0,
         AttentionImplementation::Sdpa => sdpa::sdpa(attention),
-        AttentionImplementation::FlashAttention2 => match kernel::kernel(attention) {
-            Ok((out, _)) => out,
-            Err(reason) => panic!("attention_varlen: {implementation} cannot run: {reason}"),
-        },
-        AttentionImplementation::FlashAttention3 => {
-            panic!("attention_varlen: {implementation} cannot run; resolve the request first")
+        AttentionImplementation::FlashAttention2 => flash(FlashKernel::V2, attention),
+        AttentionImplementation::FlashAttention3 => flash(FlashKernel::V3, attention),
+    }
+}
+
+/// Runs a kernel that can run.
+fn flash(kernel: FlashKernel, attention: &Attention<'_>) -> Tensor<3> {
+    match kernel::kernel(attention, kernel) {
+        Ok((out, _)) => out,
+        Err(reason) => {
+            panic!("attention_varlen: {} cannot run: {reason}", kernel.implementation())
         }
     }
 }
 
+pub(crate) use kernel::FlashKernel;
 pub(crate) use kernel::{describe as describe_kernel, support as kernel_support};

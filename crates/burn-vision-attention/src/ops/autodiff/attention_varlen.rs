@@ -9,7 +9,7 @@ use burn::backend::tensor::FloatTensor;
 use burn::backend::{AutodiffBackend, TensorMetadata};
 
 use crate::Segments;
-use crate::ops::attention_varlen::AttentionOptions;
+use crate::ops::attention_varlen::{AttentionOptions, FlashKernel};
 use crate::ops::backend::{AttentionGradients, LseGradient, PackedAttentionBackend, Wanted};
 
 type Tracked<B, C> = FloatTensor<Autodiff<B, C>>;
@@ -68,18 +68,20 @@ impl<B: PackedAttentionBackend> Saved<B> {
 }
 
 /// Output and lse. Burn's steps have one output each, so that lse is a step of its own; its backward
-/// pass runs only where a loss depends on lse.
+/// pass runs only where a loss depends on lse. Gradients are those of `flash_attention_2`, whichever
+/// kernel has run forward.
 pub(super) fn record<B: PackedAttentionBackend, C: CheckpointStrategy>(
     tensors: [Tracked<B, C>; 3],
     segments: [Segments; 2],
     options: AttentionOptions,
+    kernel: FlashKernel,
 ) -> (Tracked<B, C>, Tracked<B, C>) {
     let nodes = || tensors.each_ref().map(|tensor| tensor.node());
     let step = OutStep.prepare::<C>(nodes()).compute_bound().stateful();
     let lse_step = LseStep.prepare::<C>(nodes()).compute_bound().stateful();
     let [q, k, v] = tensors.each_ref().map(|tensor| tensor.primitive().clone());
     let [segments_q, segments_k] = segments.clone();
-    let (out, lse) = B::packed_attention(q, k, v, segments_q, segments_k, options);
+    let (out, lse) = B::packed_attention(q, k, v, segments_q, segments_k, options, kernel);
     match (step, lse_step) {
         (OpsKind::Tracked(mut step), OpsKind::Tracked(mut lse_step)) => {
             let inputs = tensors.each_ref().map(|tensor| step.checkpoint(tensor));

@@ -10,7 +10,7 @@ use burn::backend::autodiff::checkpoint::strategy::CheckpointStrategy;
 use burn::backend::autodiff::{Autodiff, NodeId};
 use burn::backend::tensor::FloatTensor;
 
-use super::attention_varlen::AttentionOptions;
+use super::attention_varlen::{AttentionOptions, FlashKernel};
 use super::backend::{
     AttentionGradients, LseGradient, Norm, PackedAttentionBackend, Rotation, Scale, Wanted,
 };
@@ -24,8 +24,9 @@ impl<B: PackedAttentionBackend, C: CheckpointStrategy> PackedAttentionBackend fo
         segments_q: Segments,
         segments_k: Segments,
         options: AttentionOptions,
+        kernel: FlashKernel,
     ) -> (FloatTensor<Self>, FloatTensor<Self>) {
-        attention_varlen::record::<B, C>([q, k, v], [segments_q, segments_k], options)
+        attention_varlen::record::<B, C>([q, k, v], [segments_q, segments_k], options, kernel)
     }
 
     fn packed_attention_backward(
@@ -76,8 +77,9 @@ impl<B: PackedAttentionBackend, C: CheckpointStrategy> PackedAttentionBackend fo
         norm: Norm<Self>,
         segments: Segments,
         options: AttentionOptions,
+        kernel: FlashKernel,
     ) -> (FloatTensor<Self>, FloatTensor<Self>) {
-        qkv_attention::record::<B, C>(qkv, constant(rotation), norm, segments, options)
+        qkv_attention::record::<B, C>(qkv, constant(rotation), norm, segments, options, kernel)
     }
 
     fn packed_qkv_attention_backward(

@@ -11,7 +11,7 @@ use burn::backend::tensor::FloatTensor;
 
 use super::SavedNorm;
 use crate::Segments;
-use crate::ops::attention_varlen::AttentionOptions;
+use crate::ops::attention_varlen::{AttentionOptions, FlashKernel};
 use crate::ops::backend::{Norm, PackedAttentionBackend, Rotation};
 
 type Tracked<B, C> = FloatTensor<Autodiff<B, C>>;
@@ -35,11 +35,12 @@ pub(super) fn record<B: PackedAttentionBackend, C: CheckpointStrategy>(
     norm: Norm<Autodiff<B, C>>,
     segments: Segments,
     options: AttentionOptions,
+    kernel: FlashKernel,
 ) -> (Tracked<B, C>, Tracked<B, C>) {
     match norm {
-        Norm::Absent => finish::<B, C, 1>([qkv], None, rotation, segments, options),
+        Norm::Absent => finish::<B, C, 1>([qkv], None, rotation, segments, options, kernel),
         Norm::Rms { q, k, epsilon } => {
-            finish::<B, C, 3>([qkv, q, k], Some(epsilon), rotation, segments, options)
+            finish::<B, C, 3>([qkv, q, k], Some(epsilon), rotation, segments, options, kernel)
         }
     }
 }
@@ -51,6 +52,7 @@ fn finish<B: PackedAttentionBackend, C: CheckpointStrategy, const N: usize>(
     rotation: Rotation<B>,
     segments: Segments,
     options: AttentionOptions,
+    kernel: FlashKernel,
 ) -> (Tracked<B, C>, Tracked<B, C>) {
     let nodes = parents.each_ref().map(|parent| parent.node());
     let step = QkvStep.prepare::<C>(nodes).compute_bound().stateful();
@@ -59,8 +61,14 @@ fn finish<B: PackedAttentionBackend, C: CheckpointStrategy, const N: usize>(
         None => Norm::Absent,
         Some(epsilon) => Norm::Rms { q: inner(1), k: inner(2), epsilon },
     };
-    let (out, lse) =
-        B::packed_qkv_attention(inner(0), rotation.clone(), inner_norm, segments.clone(), options);
+    let (out, lse) = B::packed_qkv_attention(
+        inner(0),
+        rotation.clone(),
+        inner_norm,
+        segments.clone(),
+        options,
+        kernel,
+    );
     let out = match step {
         OpsKind::Tracked(mut step) => {
             let ids = parents.each_ref().map(|parent| step.checkpoint(parent));

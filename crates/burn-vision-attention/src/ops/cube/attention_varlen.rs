@@ -12,17 +12,20 @@ use kernels_cubecl::attention_varlen::backward::{
     self, AttentionGradProblem, AttentionGradTensors, GradPlacements, GradWork, Placement,
 };
 use kernels_cubecl::attention_varlen::{self as kernel, AttentionProblem, AttentionTensors};
-use kernels_cubecl::{DeviceWorkList, LaunchError, TensorLayout, WorkList};
+use kernels_cubecl::{
+    AttentionBlueprint, DeviceWorkList, Engine, LaunchError, TensorLayout, Unsupported, WorkList,
+};
 
 use super::{element, empty_like, layout, view};
 use crate::Segments;
-use crate::ops::attention_varlen::AttentionOptions;
+use crate::ops::attention_varlen::{AttentionOptions, FlashKernel};
 use crate::ops::backend::{AttentionGradients, LseGradient, Wanted};
 use crate::report::warn_once;
 
-/// Whether the kernel serves contiguous tensors of these shapes on a device, and if not, why.
+/// Whether a kernel serves contiguous tensors of these shapes on a device, and if not, why.
 pub(in crate::ops) fn supports(
     device: &CubeDevice,
+    kernel: FlashKernel,
     dtype: DType,
     [q, k, v]: [[usize; 3]; 3],
     options: &AttentionOptions,
@@ -31,7 +34,7 @@ pub(in crate::ops) fn supports(
     let client = device.client();
     let layouts = [q, k, v].map(TensorLayout::contiguous);
     let problem = problem(layouts, dtype, options);
-    kernel::supports(client.properties(), &problem).map_err(|reason| reason.to_string())?;
+    candidates(&client, &problem, kernel).map_err(|reason| reason.to_string())?;
     if training {
         let blueprint =
             backward::supports(client.properties(), &AttentionGradProblem::new(problem));
@@ -50,8 +53,12 @@ pub(super) fn forward(
     segments_q: &Segments,
     segments_k: &Segments,
     options: &AttentionOptions,
+    kernel: FlashKernel,
 ) -> (CubeTensor, CubeTensor) {
-    let [q, k, v] = tensors.map(untile);
+    let [q, mut k, mut v] = tensors.map(untile);
+    if kernel == FlashKernel::V3 {
+        [k, v] = [k, v].map(copyable);
+    }
     let problem = problem([layout(&q), layout(&k), layout(&v)], q.dtype, options);
     let (client, device) = (q.client.clone(), q.device.clone());
     let out = empty_like(&q, problem.out_shape(), q.dtype);
@@ -63,20 +70,38 @@ pub(super) fn forward(
         out: out.clone().binding(),
         lse: lse.clone().binding(),
     };
-    launch_forward(&client, device, &problem, segments_q, segments_k, tensors)
+    let segments = [segments_q, segments_k];
+    launch_forward(&client, device, &problem, segments, tensors, kernel)
         .unwrap_or_else(|error| panic!("attention_varlen: {error}"));
     (out, lse)
+}
+
+/// The tilings of a kernel that may be the fastest, the likeliest first.
+fn candidates(
+    client: &Client,
+    problem: &AttentionProblem,
+    kernel: FlashKernel,
+) -> Result<Vec<AttentionBlueprint>, Unsupported> {
+    match kernel {
+        FlashKernel::V2 => kernel::candidates(client.properties(), problem),
+        FlashKernel::V3 => kernel::candidates_on(client.properties(), problem, Engine::AsyncMma),
+    }
+}
+
+/// Keys or values where tiles can be copied from by themselves: in place, if their strides allow it.
+fn copyable(tensor: CubeTensor) -> CubeTensor {
+    if layout(&tensor).copies_by_tma() { tensor } else { into_contiguous(tensor) }
 }
 
 fn launch_forward(
     client: &Client,
     device: CubeDevice,
     problem: &AttentionProblem,
-    segments_q: &Segments,
-    segments_k: &Segments,
+    [segments_q, segments_k]: [&Segments; 2],
     tensors: AttentionTensors,
+    kernel: FlashKernel,
 ) -> Result<(), LaunchError> {
-    let mut blueprints = kernel::candidates(client.properties(), problem)?;
+    let mut blueprints = candidates(client, problem, kernel)?;
     if !autotunes() {
         blueprints.truncate(1);
     }
@@ -114,8 +139,9 @@ pub(in crate::ops) fn describe(
 ) -> Result<String, String> {
     let layouts = [q, k, v].map(TensorLayout::contiguous);
     let client = device.client();
-    let blueprints = kernel::candidates(client.properties(), &problem(layouts, dtype, options))
-        .map_err(|reason| reason.to_string())?;
+    let problem = problem(layouts, dtype, options);
+    let blueprints =
+        candidates(&client, &problem, FlashKernel::V2).map_err(|reason| reason.to_string())?;
     let others = blueprints.len() - 1;
     Ok(match others {
         1.. if autotunes() => format!("the fastest of {} and {others} more", blueprints[0]),

@@ -17,7 +17,7 @@ use kernels_cubecl::TensorLayout;
 pub(super) use attention_varlen::{describe as describe_attention, supports as supports_attention};
 pub(super) use rope_qk_norm::supports as supports_rope_qk_norm;
 
-use super::attention_varlen::AttentionOptions;
+use super::attention_varlen::{AttentionOptions, FlashKernel};
 use super::backend::{
     AttentionGradients, LseGradient, Norm, PackedAttentionBackend, Rotation, Scale, Wanted,
 };
@@ -31,8 +31,9 @@ impl PackedAttentionBackend for CubeBackend {
         segments_q: Segments,
         segments_k: Segments,
         options: AttentionOptions,
+        kernel: FlashKernel,
     ) -> (FloatTensor<Self>, FloatTensor<Self>) {
-        attention_varlen::forward([q, k, v], &segments_q, &segments_k, &options)
+        attention_varlen::forward([q, k, v], &segments_q, &segments_k, &options, kernel)
     }
 
     fn packed_attention_backward(
@@ -85,8 +86,9 @@ impl PackedAttentionBackend for CubeBackend {
         norm: Norm<Self>,
         segments: Segments,
         options: AttentionOptions,
+        kernel: FlashKernel,
     ) -> (FloatTensor<Self>, FloatTensor<Self>) {
-        qkv_attention::forward(qkv, rotation, norm, &segments, &options)
+        qkv_attention::forward(qkv, rotation, norm, &segments, &options, kernel)
     }
 
     fn packed_qkv_attention_backward(
@@ -101,17 +103,6 @@ impl PackedAttentionBackend for CubeBackend {
     ) -> (FloatTensor<Self>, Norm<Self>) {
         qkv_attention::backward(qkv, out, lse, d_out, rotation, norm, &segments, &options)
     }
-}
-
-/// What keeps `flash_attention_3` from running on a device.
-pub(super) fn missing_for_flash_attention_3(device: &CubeDevice) -> String {
-    let features = device.client().properties().features.clone();
-    let missing = match () {
-        _ if !features.copy_async => "asynchronous copies",
-        _ if features.matmul.mma.is_empty() => "matrix units",
-        _ => return "this version has no kernel of its own for it".to_owned(),
-    };
-    format!("{device:?} reports no {missing}")
 }
 
 /// The layout of a rank-3 tensor as it lies in memory.

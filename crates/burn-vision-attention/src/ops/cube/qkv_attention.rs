@@ -8,7 +8,7 @@ use burn_cubecl::tensor::CubeTensor;
 
 use super::{attention_varlen, rope_qk_norm, view};
 use crate::Segments;
-use crate::ops::attention_varlen::AttentionOptions;
+use crate::ops::attention_varlen::{AttentionOptions, FlashKernel};
 use crate::ops::backend::{Norm, Rotation};
 
 /// Output and lse.
@@ -18,9 +18,10 @@ pub(super) fn forward(
     norm: Norm<CubeBackend>,
     segments: &Segments,
     options: &AttentionOptions,
+    kernel: FlashKernel,
 ) -> (CubeTensor, CubeTensor) {
     let tensors = rotated(&untile(qkv), rotation, norm);
-    attention_varlen::forward(tensors, segments, segments, options)
+    attention_varlen::forward(tensors, segments, segments, options, kernel)
 }
 
 /// Gradients of the projection and of the weights.

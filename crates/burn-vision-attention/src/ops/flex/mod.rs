@@ -10,7 +10,7 @@ use burn::backend::tensor::FloatTensor;
 use burn::tensor::{Bytes, DType, Shape, TensorData, bf16, f16};
 use kernels_cpu::View;
 
-use super::attention_varlen::AttentionOptions;
+use super::attention_varlen::{AttentionOptions, FlashKernel};
 use super::backend::{
     AttentionGradients, LseGradient, Norm, PackedAttentionBackend, Rotation, Scale, Wanted,
 };
@@ -52,6 +52,7 @@ impl PackedAttentionBackend for Flex {
         segments_q: Segments,
         segments_k: Segments,
         options: AttentionOptions,
+        _kernel: FlashKernel,
     ) -> (FloatTensor<Self>, FloatTensor<Self>) {
         by_dtype!(q.dtype(), T => attention_varlen::forward::<T>(
             [&q, &k, &v].map(T::heads),
@@ -124,6 +125,7 @@ impl PackedAttentionBackend for Flex {
         norm: Norm<Self>,
         segments: Segments,
         options: AttentionOptions,
+        _kernel: FlashKernel,
     ) -> (FloatTensor<Self>, FloatTensor<Self>) {
         by_dtype!(qkv.dtype(), T => {
             qkv_attention::forward::<T>(&qkv, &rotation, norm, &segments, &options)
