@@ -3,7 +3,8 @@
 //! product there, and the output is accumulated in registers.
 //!
 //! Keys and values have rooms of their own. While one product runs, the other's operand is on its
-//! way into registers, and two barriers a step suffice.
+//! way into registers, and two barriers a step suffice. Or both come through rings of stages that a
+//! producer fills by asynchronous copies: `ring`.
 
 use cubecl::{ir::ElemType, prelude::*};
 
@@ -16,6 +17,7 @@ mod product;
 mod ring;
 pub(super) mod room;
 mod row;
+mod sizes;
 mod unit;
 
 pub use emulated::Emulated;
@@ -23,13 +25,15 @@ pub use panel::RingShape;
 pub use unit::{MatrixUnit, TensorCore};
 
 pub(crate) use gradient::gradient_memory;
+pub(crate) use sizes::shared_memory;
 pub(crate) use unit::LANES;
 
 use core::marker::PhantomData;
 
 use super::{Band, CmmaShape, MASKED, MASKED_THRESHOLD, TileAlgebra, TileShape, simt::tanh};
-use product::{fragments, steps};
+use product::steps;
 use room::{Chunk, Pair};
+use sizes::{Sizes, operand_room, tile_chunks};
 use unit::{M, group_place, lane, plane};
 
 /// What the units of a matrix instruction work on, and how it reaches them.
@@ -65,94 +69,6 @@ pub struct MmaWorkspace<U: MatrixUnit> {
     held: Array<Pair>,
     weights: Array<Pair>,
     exchange: U::Exchange,
-}
-
-/// Registers that left operands of the query may take, per unit.
-const HELD_REGISTERS: usize = 32;
-
-/// Sizes that follow from a [`TileShape`].
-#[derive(Clone, Copy)]
-struct Sizes {
-    matrix: MatrixTile,
-    units: usize,
-    /// Tiles of 16 rows per plane.
-    row_tiles: usize,
-    /// Score fragments per row tile.
-    scores: usize,
-    /// Output fragments per row tile.
-    outputs: usize,
-    /// Pairs of the query's left operands, which stay in registers if they are few.
-    query_pairs: usize,
-    /// Chunks under way at once.
-    fetched: usize,
-}
-
-impl Sizes {
-    fn of(shape: TileShape) -> Self {
-        let matrix = shape.matrix.expect("a matrix tile has operands");
-        let units = shape.units();
-        let row_tiles = shape.q_rows / (M * shape.units_y);
-        let chunks = |rows, width| room::chunks(rows, width, units, matrix);
-        Self {
-            matrix,
-            units,
-            row_tiles,
-            scores: fragments(shape.k_rows),
-            outputs: fragments(shape.value_dim),
-            query_pairs: 4 * row_tiles * steps(shape.head_dim),
-            fetched: chunks(shape.q_rows, shape.head_dim)
-                .max(chunks(shape.k_rows, shape.head_dim))
-                .max(chunks(shape.k_rows, shape.value_dim)),
-        }
-    }
-
-    fn holds_query(&self) -> bool {
-        self.query_pairs <= HELD_REGISTERS
-    }
-
-    /// Rows that a unit has a part of: two in every row tile.
-    fn rows(&self) -> usize {
-        2 * self.row_tiles
-    }
-}
-
-/// Bytes of shared memory that the rooms take for this shape.
-pub(crate) fn shared_memory(shape: TileShape) -> usize {
-    let sizes = Sizes::of(shape);
-    let chunk = sizes.matrix.chunk * sizes.matrix.operand.size();
-    let room = |rows: usize, width: usize| rows * room::pitch(width, sizes.matrix) * chunk;
-    let query = room(shape.q_rows, shape.head_dim);
-    let (key, value) = match sizes.matrix.ring {
-        None => (room(shape.k_rows, shape.head_dim), room(shape.k_rows, shape.value_dim)),
-        Some(ring) => {
-            let memory = |width| ring::ring_memory(width, ring, sizes.matrix);
-            return ring::after(query) + memory(shape.head_dim) + memory(shape.value_dim);
-        }
-    };
-    query + key + value
-}
-
-/// Allocates room for the keys or values that are multiplied, and for those under way.
-#[cube]
-fn operand_room(
-    #[comptime] rows: usize,
-    #[comptime] width: usize,
-    #[comptime] matrix: MatrixTile,
-) -> Shared<[Chunk]> {
-    let ring = comptime!(matrix.ring);
-    if comptime!(ring.is_some()) {
-        ring::stages(width, comptime!(ring.expect("there is a ring")), matrix)
-    } else {
-        room::room(rows, width, matrix)
-    }
-}
-
-/// Chunks of the tile that is multiplied.
-fn tile_chunks(rows: usize, width: usize, matrix: MatrixTile) -> usize {
-    match matrix.ring {
-        None => rows * room::pitch(width, matrix),
-        Some(ring) => panel::stage_chunks(width, ring, matrix),
-    }
 }
 
 /// First row of this plane.
