@@ -104,14 +104,14 @@ const CMMA_TILES: [(usize, usize, usize, usize); 4] =
 const CMMA_MEMORY_BUDGET: usize = 64 * 1024;
 
 /// The name of every tiling that is a matter of measurement: [`tiling_name`] of the shapes below.
-pub(super) fn tilings() -> impl Iterator<Item = String> {
+pub(super) fn tilings() -> Vec<String> {
     let matrix = ["mma", "mma-async"].into_iter().flat_map(|family| {
         MATRIX_TILES.map(|(planes, row_tiles, keys)| {
             matrix_name(family, 16 * row_tiles * planes, keys, planes * LANES)
         })
     });
     let cmma = CMMA_TILES.map(|(x, y, rows, keys)| matrix_name("cmma", rows * y, keys * x, x * y));
-    matrix.chain(cmma).chain(["simt".to_owned()])
+    matrix.chain(cmma).chain(["simt".to_owned()]).collect()
 }
 
 /// What tells the candidates for a problem apart.
@@ -125,8 +125,8 @@ pub(super) fn tiling_name(engine: Engine, shape: TileShape) -> String {
     matrix_name(family, shape.q_rows, shape.k_rows, shape.units())
 }
 
-fn matrix_name(family: &str, q_rows: usize, k_rows: usize, units: usize) -> String {
-    format!("{family} {q_rows}x{k_rows} by {units}")
+pub(super) fn matrix_name(family: &str, rows: usize, columns: usize, units: usize) -> String {
+    format!("{family} {rows}x{columns} by {units}")
 }
 
 /// The sensible tiles on cooperative matrices, the likeliest first.
@@ -145,16 +145,8 @@ pub(super) fn cmma_shapes(
         units_y,
         matrix: Some(engine.matrix_tile(problem.dtype)),
     };
-    let shapes = CMMA_TILES.map(shape);
-    let fits = |shape: &TileShape| {
-        engine.shared_memory(*shape) <= available && engine.fits(properties, shape.units())
-    };
-    let fitting: Vec<_> = shapes.into_iter().filter(fits).collect();
-    if fitting.is_empty() {
-        let required = shapes.map(|shape| engine.shared_memory(shape)).into_iter().min();
-        return Err(Unsupported::SharedMemory { required: required.unwrap_or(0), available });
-    }
-    Ok(fitting)
+    let runs = |shape: TileShape| engine.fits(properties, shape.units());
+    fitting(&CMMA_TILES.map(shape), available, |shape| engine.shared_memory(shape), runs)
 }
 
 /// The sensible tiles on matrix units, the likeliest first: those that fit registers and memory.
@@ -182,16 +174,32 @@ pub(super) fn matrix_shapes(
         let (output, scores) = (row_tiles * problem.value_dim() / 2, row_tiles * keys / 2);
         output + scores <= REGISTERS && (!masks || output + 3 * scores <= MASKED_REGISTERS)
     };
-    let shapes = || MATRIX_TILES.into_iter().filter(fits_registers).map(shape);
-    let fits = |shape: &TileShape| {
-        engine.shared_memory(*shape) <= available && engine.fits(properties, shape.units())
-    };
-    let fitting: Vec<_> = shapes().filter(fits).collect();
-    let Some(first) = fitting.first() else {
-        let required = shapes().map(|shape| engine.shared_memory(shape)).min().unwrap_or(0);
+    let shapes: Vec<_> = MATRIX_TILES.into_iter().filter(fits_registers).map(shape).collect();
+    let runs = |shape: TileShape| engine.fits(properties, shape.units());
+    let shapes = fitting(&shapes, available, |shape| engine.shared_memory(shape), runs)?;
+    Ok(with_as_many_units(shapes, TileShape::units))
+}
+
+/// The shapes that a device runs and that take no more memory than is available; at least one.
+pub(super) fn fitting<S: Copy>(
+    shapes: &[S],
+    available: usize,
+    memory: impl Fn(S) -> usize,
+    runs: impl Fn(S) -> bool,
+) -> Result<Vec<S>, Unsupported> {
+    let fits = |&shape: &S| memory(shape) <= available && runs(shape);
+    let fitting: Vec<_> = shapes.iter().copied().filter(fits).collect();
+    if fitting.is_empty() {
+        let required = shapes.iter().map(|&shape| memory(shape)).min().unwrap_or(0);
         return Err(Unsupported::SharedMemory { required, available });
-    };
-    // Fewer units than that leave most of a multiprocessor idle: only where nothing else fits.
-    let units = first.units();
-    Ok(fitting.into_iter().filter(|shape| shape.units() == units).collect())
+    }
+    Ok(fitting)
+}
+
+/// The shapes of as many units as the first. Fewer leave most of a multiprocessor idle: they are for
+/// where nothing else fits.
+pub(super) fn with_as_many_units<S>(mut shapes: Vec<S>, units: impl Fn(&S) -> usize) -> Vec<S> {
+    let wanted = shapes.first().map(&units);
+    shapes.retain(|shape| Some(units(shape)) == wanted);
+    shapes
 }

@@ -19,7 +19,7 @@ use crate::{DeviceWorkList, LaunchError};
 /// What a measurement holds for. Token counts are rounded, so that a model that meets images of all
 /// sizes measures a few times and not at each.
 #[derive(AutotuneKey, Clone, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
-struct Key {
+pub(super) struct Key {
     /// Engine, dtype, head_dims and options, as blueprints print them.
     kernel: String,
     heads: usize,
@@ -33,17 +33,64 @@ struct Key {
     segment: usize,
 }
 
-/// Cuts the work list for a number of query rows per tile.
+impl Key {
+    /// For kernels of a kind.
+    pub(super) fn of(kernel: String, problem: &AttentionProblem, segments: usize) -> Self {
+        Self::new(
+            kernel,
+            problem.heads(),
+            problem.heads() / problem.heads_kv(),
+            problem.tokens_q(),
+            problem.tokens_k(),
+            problem.tokens_q().div_ceil(segments.max(1)),
+        )
+    }
+}
+
+/// Measurements of one kind of kernels.
+pub(super) type Tuner = LocalTuner<Key, String>;
+
+/// Queues a kernel.
+pub(super) type Launch = Arc<dyn Fn() -> Result<(), LaunchError> + Send + Sync>;
+
+/// Cuts the work list for a number of rows per tile.
 pub type CutWork = Arc<dyn Fn(usize) -> DeviceWorkList + Send + Sync>;
 
 #[derive(Clone)]
 struct Inputs {
-    client: Client,
-    problem: AttentionProblem,
-    blueprints: Arc<[AttentionBlueprint]>,
-    cut: CutWork,
-    segments: usize,
-    tensors: AttentionTensors,
+    key: Key,
+    /// With the names of their tilings.
+    launches: Arc<[(String, Launch)]>,
+}
+
+/// Queues the fastest of the launches, which are for tilings by some of the names `tilings`. The first
+/// call for a key on a device measures all of them.
+pub(super) fn queue_fastest(
+    tuner: &'static Tuner,
+    tilings: fn() -> Vec<String>,
+    client: &Client,
+    key: Key,
+    launches: impl IntoIterator<Item = (String, Launch)>,
+) {
+    let identity = &client.properties().identity;
+    let device = format!("{} {}", identity.name, identity.fingerprint);
+    let set = tuner.init(&device, move || tunables(tilings()));
+    let inputs = Inputs { key, launches: launches.into_iter().collect() };
+    tuner.execute(&device, client, set, inputs);
+}
+
+/// One for each tiling that there is: a problem has some of them.
+fn tunables(tilings: Vec<String>) -> TunableSet<Key, Inputs, ()> {
+    let mut set =
+        TunableSet::new(|inputs: &Inputs| inputs.key.clone(), |_: &Key, inputs: &Inputs| inputs.clone());
+    for tiling in tilings {
+        set = set.with(Tunable::new(&tiling.clone(), move |inputs: Inputs| {
+            let found = inputs.launches.iter().find(|(name, _)| *name == tiling);
+            let (_, launch) = found.ok_or_else(|| "does not fit".to_owned())?;
+            launch().map_err(|error| error.to_string())
+        }));
+    }
+    set
 }
 
 /// Queues the fastest of the blueprints.
@@ -78,45 +125,16 @@ pub fn launch_fastest(
     }
     // What is wrong with the call is found here, not by each of the measurements.
     check(client, problem, first, &cut(first.tile_q()), &tensors)?;
-    static TUNER: LocalTuner<Key, String> = local_tuner!();
-    let identity = &client.properties().identity;
-    let device = format!("{} {}", identity.name, identity.fingerprint);
-    let set = TUNER.init(&device, tunables);
-    let inputs = Inputs {
-        client: client.clone(),
-        problem: *problem,
-        blueprints: blueprints.into(),
-        cut,
-        segments,
-        tensors,
-    };
-    TUNER.execute(&device, client, set, inputs);
+    static TUNER: Tuner = local_tuner!();
+    let launches = blueprints.iter().map(|&blueprint| {
+        let (client, problem) = (client.clone(), *problem);
+        let (cut, tensors) = (cut.clone(), tensors.clone());
+        let run = move || {
+            launch(&client, &problem, &blueprint, &cut(blueprint.tile_q()), tensors.clone())
+        };
+        (blueprint.tiling(), Arc::new(run) as Launch)
+    });
+    let key = Key::of(first.kind(), problem, segments);
+    queue_fastest(&TUNER, tilings, client, key, launches);
     Ok(())
-}
-
-/// One for each tiling that there is: a blueprint has one of them.
-fn tunables() -> TunableSet<Key, Inputs, ()> {
-    let mut set = TunableSet::new(key, |_: &Key, inputs: &Inputs| inputs.clone());
-    for tiling in tilings() {
-        set = set.with(Tunable::new(&tiling.clone(), move |inputs: Inputs| {
-            let Inputs { client, problem, blueprints, cut, tensors, .. } = inputs;
-            let blueprint = blueprints.iter().find(|blueprint| blueprint.tiling() == tiling);
-            let blueprint = blueprint.ok_or_else(|| "does not fit".to_owned())?;
-            launch(&client, &problem, blueprint, &cut(blueprint.tile_q()), tensors)
-                .map_err(|error| error.to_string())
-        }));
-    }
-    set
-}
-
-fn key(inputs: &Inputs) -> Key {
-    let Inputs { problem, blueprints, segments, .. } = inputs;
-    Key::new(
-        blueprints[0].kind(),
-        problem.heads(),
-        problem.heads() / problem.heads_kv(),
-        problem.tokens_q(),
-        problem.tokens_k(),
-        problem.tokens_q().div_ceil((*segments).max(1)),
-    )
 }

@@ -7,7 +7,7 @@ use cubecl::ir::{AddressType, DeviceProperties, ElemType};
 use super::{
     super::{blueprint::check_problem, kernel::ScoreOptions},
     problem::AttentionGradProblem,
-    tiling::{cmma_shapes, matrix_shapes, simt_shape, statistics},
+    tiling::{cmma_shapes, matrix_shapes, simt_shape, statistics, tiling_name},
 };
 use crate::{
     Unsupported,
@@ -95,6 +95,18 @@ impl AttentionGradBlueprint {
             GradPass::Statistics => self.units(pass) * size_of::<f32>(),
             GradPass::Queries | GradPass::KeysValues => self.engine.gradient_memory(self.shape),
         }
+    }
+
+    /// What tells it apart from the other candidates for a problem.
+    pub(super) fn tiling(&self) -> String {
+        tiling_name(self.engine, self.shape)
+    }
+
+    /// What it has in common with them.
+    pub(super) fn kind(&self) -> String {
+        let GradientShape { head_dim, value_dim, .. } = self.shape;
+        let Self { engine, dtype, options, .. } = self;
+        format!("backward {engine} {dtype} {head_dim}/{value_dim}{options}")
     }
 
     /// Elements of the widest vector that tensors are read by.

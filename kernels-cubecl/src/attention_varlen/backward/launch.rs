@@ -151,10 +151,7 @@ pub fn launch_wanted<'w>(
     wanted: GradWork<'w>,
     tensors: AttentionGradTensors,
 ) -> Result<(), LaunchError> {
-    problem.check();
-    assert!(blueprint.serves(problem), "blueprint: made for another problem: {blueprint}");
-    check_work(problem, blueprint, wanted)?;
-    check_tensors(problem, blueprint.vectors, wanted.grads_len(problem), &tensors)?;
+    check(problem, blueprint, wanted, &tensors)?;
     let forward = &problem.forward;
     let max_count = client.properties().hardware.max_cube_count;
     let grid = |items: usize, heads: usize| {
@@ -190,6 +187,19 @@ pub fn launch_wanted<'w>(
         launch(client, grid, problem, blueprint, work, tensors);
     }
     Ok(())
+}
+
+/// What [`launch_wanted`] refuses, but for grids that are too large.
+pub(super) fn check(
+    problem: &AttentionGradProblem,
+    blueprint: &AttentionGradBlueprint,
+    wanted: GradWork<'_>,
+    tensors: &AttentionGradTensors,
+) -> Result<(), LaunchError> {
+    problem.check();
+    assert!(blueprint.serves(problem), "blueprint: made for another problem: {blueprint}");
+    check_work(problem, blueprint, wanted)?;
+    check_tensors(problem, blueprint.vectors, wanted.grads_len(problem), tensors)
 }
 
 fn launch_statistics(

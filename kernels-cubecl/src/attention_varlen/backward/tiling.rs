@@ -5,7 +5,9 @@ use cubecl::ir::DeviceProperties;
 use super::super::{
     AttentionProblem,
     kernel::ScoreOptions,
-    tiling::{MATRIX_MEMORY_BUDGET, SHARED_MEMORY_BUDGET},
+    tiling::{
+        MATRIX_MEMORY_BUDGET, SHARED_MEMORY_BUDGET, fitting, matrix_name, with_as_many_units,
+    },
 };
 use crate::{
     Unsupported,
@@ -124,16 +126,8 @@ pub(super) fn cmma_shapes(
         one_room: false,
         matrix: Some(engine.matrix_tile(problem.dtype)),
     };
-    let shapes = CMMA_TILES.map(shape);
-    let fits = |shape: &GradientShape| {
-        engine.gradient_memory(*shape) <= available && engine.fits(properties, shape.grid.units())
-    };
-    let fitting: Vec<_> = shapes.into_iter().filter(fits).collect();
-    if fitting.is_empty() {
-        let required = shapes.map(|shape| engine.gradient_memory(shape)).into_iter().min();
-        return Err(Unsupported::SharedMemory { required: required.unwrap_or(0), available });
-    }
-    Ok(fitting)
+    let runs = |shape: GradientShape| engine.fits(properties, shape.grid.units());
+    fitting(&CMMA_TILES.map(shape), available, |shape| engine.gradient_memory(shape), runs)
 }
 
 /// Planes and columns of the cubes on matrix units, the likeliest to be the fastest first. Planes have
@@ -174,16 +168,27 @@ pub(super) fn matrix_shapes(
             missing: "head_dims of q and v that together do not pass 256 in the backward pass",
         });
     }
-    let memory = |&shape: &GradientShape| engine.gradient_memory(shape);
-    let fits = |shape: &GradientShape| {
-        memory(shape) <= available && engine.fits(properties, shape.grid.units())
+    let runs = |shape: GradientShape| engine.fits(properties, shape.grid.units());
+    let shapes = fitting(&shapes, available, |shape| engine.gradient_memory(shape), runs)?;
+    Ok(with_as_many_units(shapes, |shape| shape.grid.units()))
+}
+
+/// The name of every tiling that is a matter of measurement: [`tiling_name`] of the shapes above.
+pub(super) fn tilings() -> Vec<String> {
+    let matrix = MATRIX_TILES
+        .map(|(planes, columns)| matrix_name("mma", 16 * planes, columns, planes * LANES));
+    let cmma = CMMA_TILES
+        .map(|(x, y, rows, columns)| matrix_name("cmma", rows * y, columns * x, x * y));
+    matrix.into_iter().chain(cmma).chain(["simt".to_owned()]).collect()
+}
+
+/// What tells the candidates for a problem apart.
+pub(super) fn tiling_name(engine: Engine, shape: GradientShape) -> String {
+    let family = match engine {
+        Engine::Simt => return "simt".to_owned(),
+        Engine::Cmma(_) => "cmma",
+        Engine::Mma | Engine::EmulatedMma | Engine::AsyncMma | Engine::EmulatedAsyncMma => "mma",
     };
-    let fitting: Vec<_> = shapes.iter().copied().filter(fits).collect();
-    let Some(first) = fitting.first() else {
-        let required = shapes.iter().map(memory).min().unwrap_or(0);
-        return Err(Unsupported::SharedMemory { required, available });
-    };
-    // Fewer units than that leave most of a multiprocessor idle: only where nothing else fits.
-    let units = first.grid.units();
-    Ok(fitting.into_iter().filter(|shape| shape.grid.units() == units).collect())
+    let grid = shape.grid;
+    matrix_name(family, grid.tile_rows(), grid.tile_columns(), grid.units())
 }
