@@ -89,6 +89,13 @@ impl<'a, T: Element> View<'a, T> {
         (self.strides[2] == 1 || dim <= 1).then(|| &self.data[start..start + dim])
     }
 
+    /// Where the elements of a token and head begin, and the distance to the next token's, where elements
+    /// lie side by side.
+    pub(crate) fn place(&self, token: usize, head: usize) -> Option<(*const T, isize)> {
+        let start = self.data.as_ptr().wrapping_offset(self.start(token, head));
+        (self.strides[2] == 1).then_some((start, self.strides[0]))
+    }
+
     /// Asks for the rows of `tokens` and one head, if there is such a head, to be brought into a cache.
     pub(crate) fn prefetch(&self, tokens: Range<usize>, head: usize) {
         let [_, heads, dim] = self.shape;
@@ -230,6 +237,12 @@ unsafe impl<T: Send> Sync for Out<'_, T> {}
 impl<T: Element> Out<'_, T> {
     pub(crate) fn shape(&self) -> [usize; 3] {
         self.shape
+    }
+
+    /// Where the elements of a token and head begin, and the distance to the next token's.
+    pub(crate) fn place(&self, token: usize, head: usize) -> (*const T, usize) {
+        let at = token * self.strides[0] + head * self.strides[1];
+        (self.start.wrapping_add(at), self.strides[0])
     }
 
     /// Asks for the rows of `tokens` and one head to be brought into a cache.

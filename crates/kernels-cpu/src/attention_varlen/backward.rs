@@ -57,7 +57,7 @@ pub(super) fn backward<T: Element>(
         let parts = plan.parts(unit).min(unit.keys.len().div_ceil(tile));
         if parts > 1 {
             let len = parts * unit.heads.len() * pass.q_len(unit);
-            splits.push(Split { unit, parts, d_q: Aligned::zeroed(len) });
+            splits.push(Split { unit, parts, d_q: Aligned::new(len) });
         } else {
             tasks.push(Task { unit, keys: 0..unit.keys.len(), d_q: None });
         }
@@ -252,7 +252,7 @@ impl<T: Element> Pass<'_, T> {
                 }
             }
             let [_, _, dim] = self.d_q.shape();
-            let mut staging = Aligned::zeroed(dim * self.kernels.block);
+            let mut staging = Aligned::new(dim * self.kernels.block);
             self.write_d_q(unit, unit.heads.start + index, sum, &mut staging);
         });
     }

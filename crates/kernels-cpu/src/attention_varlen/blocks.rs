@@ -22,16 +22,10 @@ pub(crate) fn pack<T: Element>(
 ) {
     let [_, _, dim] = view.shape();
     let block_len = kernels.block_len(dim);
-    // The rows of the next head lie beside these and are the next to be packed; they are too short for
-    // the hardware to see that.
-    let soon = tokens.len() <= SHORT;
     for (start, block) in
         tokens.clone().step_by(kernels.block).zip(blocks.chunks_exact_mut(block_len))
     {
         let tokens = start..(start + kernels.block).min(tokens.end);
-        if soon {
-            view.prefetch(tokens.clone(), head + 1);
-        }
         let (rows, stride) = view.rows(tokens.clone(), head, staging);
         if tokens.len() < kernels.block {
             block.fill(T::Compute::ZERO);

@@ -4,9 +4,10 @@ use std::ops::Range;
 
 use rayon::prelude::*;
 
-use super::blocks::{pack, unpack};
+use super::blocks::{SHORT, pack, unpack};
 use super::work::{Plan, Unit};
 use super::{Attention, Sizes};
+use crate::ahead::Ahead;
 use crate::aligned::Aligned;
 use crate::element::{Element, Real};
 use crate::simd::{Across, Along, InstructionSet, Kernels, Softcap, Softmax};
@@ -72,11 +73,14 @@ pub(super) fn forward<T: Element>(
     }
     if plan.is_serial() {
         let mut scratch = Scratch::new(&pass, &tasks);
-        tasks.iter().for_each(|task| pass.run(task, &mut scratch));
+        for (index, task) in tasks.iter().enumerate() {
+            pass.run(task, tasks.get(index + 1), &mut scratch);
+        }
     } else {
-        tasks
-            .par_iter()
-            .for_each_init(|| Scratch::new(&pass, &tasks), |scratch, task| pass.run(task, scratch));
+        tasks.par_iter().enumerate().for_each_init(
+            || Scratch::new(&pass, &tasks),
+            |scratch, (index, task)| pass.run(task, tasks.get(index + 1), scratch),
+        );
     }
 }
 
@@ -95,6 +99,7 @@ struct Scratch<C> {
     scores: Aligned<C>,
     correction: Aligned<C>,
     staging: Aligned<C>,
+    ahead: Ahead,
 }
 
 /// A block of queries and what has been accumulated for it.
@@ -114,17 +119,18 @@ impl<C: Real> Scratch<C> {
         let queries = queries.min(TILE_QUERIES);
         let block = kernels.block;
         let query_block = || QueryBlock {
-            q: Aligned::zeroed(kernels.block_len(sizes.head_dim)),
-            out: Aligned::zeroed(kernels.block_len(sizes.value_dim)),
-            max: Aligned::zeroed(block),
-            sum: Aligned::zeroed(block),
+            q: Aligned::new(kernels.block_len(sizes.head_dim)),
+            out: Aligned::new(kernels.block_len(sizes.value_dim)),
+            max: Aligned::new(block),
+            sum: Aligned::new(block),
         };
         Self {
             packed: Packed::new(kernels, &sizes, keys),
             blocks: (0..queries.div_ceil(block)).map(|_| query_block()).collect(),
-            scores: Aligned::zeroed(tile_keys(kernels) * block),
-            correction: Aligned::zeroed(block),
-            staging: Aligned::zeroed(sizes.head_dim.max(sizes.value_dim) * block),
+            scores: Aligned::new(tile_keys(kernels) * block),
+            correction: Aligned::new(block),
+            staging: Aligned::new(sizes.head_dim.max(sizes.value_dim) * block),
+            ahead: Ahead::default(),
         }
     }
 }
@@ -133,8 +139,8 @@ impl<C: Real> Packed<C> {
     fn new(kernels: &Kernels<C>, sizes: &Sizes, keys: usize) -> Self {
         let blocks = keys.div_ceil(kernels.block);
         Self {
-            k: Aligned::zeroed(blocks * kernels.block_len(sizes.head_dim)),
-            v: Aligned::zeroed(blocks * kernels.block_len(sizes.value_dim)),
+            k: Aligned::new(blocks * kernels.block_len(sizes.head_dim)),
+            v: Aligned::new(blocks * kernels.block_len(sizes.value_dim)),
         }
     }
 }
@@ -171,7 +177,7 @@ impl<T: Element> Pass<'_, T> {
             .par_chunks_mut(BLOCKS * self.kernels.block_len(dim))
             .zip(unit.keys.clone().into_par_iter().step_by(tokens))
             .for_each_init(
-                || Aligned::zeroed(dim * self.kernels.block),
+                || Aligned::new(dim * self.kernels.block),
                 |staging, (blocks, start)| {
                     let keys = start..(start + tokens).min(unit.keys.end);
                     pack(self.kernels, view, unit.kv_head, keys, Real::ONE, blocks, staging);
@@ -179,8 +185,32 @@ impl<T: Element> Pass<'_, T> {
             );
     }
 
-    fn run(&self, task: &Task<'_, T::Compute>, scratch: &mut Scratch<T::Compute>) {
-        let Scratch { packed: own, blocks, scores, correction, staging } = scratch;
+    /// Asks for what a task reads and writes first, where all of that fits the second cache.
+    fn look_ahead(&self, task: &Task<'_, T::Compute>, ahead: &mut Ahead) {
+        ahead.clear();
+        let Task { unit, heads, queries, packed: None } = task else { return };
+        if unit.keys.len() > SHORT || queries.len() > SHORT {
+            return;
+        }
+        let Attention { q, k, v, .. } = self.attention;
+        let queries = unit.queries.start + queries.start..unit.queries.start + queries.end;
+        ahead.write(&self.out, &queries, heads.start);
+        ahead.read(q, &queries, heads.start);
+        ahead.read(v, &unit.keys, unit.kv_head);
+        ahead.read(k, &unit.keys, unit.kv_head);
+    }
+
+    fn run(
+        &self,
+        task: &Task<'_, T::Compute>,
+        next: Option<&Task<'_, T::Compute>>,
+        scratch: &mut Scratch<T::Compute>,
+    ) {
+        let Scratch { packed: own, blocks, scores, correction, staging, ahead } = scratch;
+        match next {
+            Some(next) => self.look_ahead(next, ahead),
+            None => ahead.clear(),
+        }
         let unit = task.unit;
         let packed = match task.packed {
             Some(packed) => packed,
@@ -197,10 +227,11 @@ impl<T: Element> Pass<'_, T> {
             for start in task.queries.clone().step_by(TILE_QUERIES) {
                 let queries = start..(start + TILE_QUERIES).min(task.queries.end);
                 self.begin(unit, head, &queries, blocks, staging);
-                self.attend(unit, &queries, packed, blocks, scores, correction);
+                self.attend(unit, &queries, packed, blocks, scores, correction, ahead);
                 self.finish(unit, head, &queries, blocks, staging);
             }
         }
+        ahead.all();
     }
 
     /// Loads a tile of queries.
@@ -216,7 +247,6 @@ impl<T: Element> Pass<'_, T> {
         for (queries, block) in in_blocks(queries, self.kernels.block).zip(blocks) {
             let tokens = unit.queries.start + queries.start..unit.queries.start + queries.end;
             let q = &self.attention.q;
-            self.out.prefetch(tokens.clone(), head);
             pack(self.kernels, q, head, tokens, factor, &mut block.q, staging);
             block.out.fill(Real::ZERO);
             block.max.fill(Real::NEG_INFINITY);
@@ -233,6 +263,7 @@ impl<T: Element> Pass<'_, T> {
         blocks: &mut [QueryBlock<T::Compute>],
         scores: &mut [T::Compute],
         correction: &mut [T::Compute],
+        ahead: &mut Ahead,
     ) {
         let (kernels, sizes) = (self.kernels, self.attention.sizes());
         let (block, tile) = (kernels.block, tile_keys(kernels));
@@ -256,6 +287,7 @@ impl<T: Element> Pass<'_, T> {
                         out: &mut scores[first * block..],
                         rows,
                         lanes,
+                        ahead,
                     });
                 }
                 let visible = &mut scores[rows.start * block..rows.end * block];
@@ -278,6 +310,7 @@ impl<T: Element> Pass<'_, T> {
                     dim: kernels.padded(sizes.value_dim),
                     rows,
                     lanes,
+                    ahead,
                 });
             }
         }

@@ -11,6 +11,7 @@ use std::ops::Range;
 use super::product::Product;
 use super::rows::{NormRotate, NormRotateBackward};
 use super::vector::Vector;
+use crate::ahead::Ahead;
 use crate::element::Real;
 
 /// The inner loops for one instruction set and compute type.
@@ -59,6 +60,7 @@ pub(crate) struct Along<'a, C> {
     pub(crate) rows: Range<usize>,
     /// Lanes of `b` in use.
     pub(crate) lanes: usize,
+    pub(crate) ahead: &'a mut Ahead,
 }
 
 /// `out[d][lane] = out[d][lane] * scale[lane] + sum over r in rows of a[d][r] * b[r][lane]`, where `a`
@@ -73,6 +75,7 @@ pub(crate) struct Across<'a, C> {
     pub(crate) rows: Range<usize>,
     /// Lanes of `b` in use.
     pub(crate) lanes: usize,
+    pub(crate) ahead: &'a mut Ahead,
 }
 
 /// `to[c * to_stride + r] = from[r * from_stride + c]`.
@@ -146,8 +149,12 @@ unsafe fn accumulate<V: Vector, const PANEL: usize, const N: usize>(
     at: impl Fn(usize, usize) -> usize,
     b: *const V::Scalar,
     steps: usize,
+    ahead: &mut Ahead,
 ) {
     for t in 0..steps {
+        if t.is_multiple_of(2) {
+            ahead.one();
+        }
         let mut row = [V::splat(V::Scalar::ZERO); N];
         for (j, vector) in row.iter_mut().enumerate() {
             // SAFETY: `t < steps` and `j` counts registers of the row.
@@ -170,7 +177,7 @@ pub(super) fn along<V: Vector, const PANEL: usize>(args: Along<'_, V::Scalar>) {
 
 #[inline(always)]
 fn along_n<V: Vector, const PANEL: usize, const N: usize>(args: Along<'_, V::Scalar>) {
-    let Along { a, b, dim, out, rows, .. } = args;
+    let Along { a, b, dim, out, rows, ahead, .. } = args;
     let end = rows.end.next_multiple_of(PANEL);
     assert!(rows.start.is_multiple_of(PANEL) && end <= V::BLOCK);
     assert!(a.len() >= dim * V::BLOCK && b.len() >= dim * V::BLOCK && out.len() >= end * V::BLOCK);
@@ -179,7 +186,7 @@ fn along_n<V: Vector, const PANEL: usize, const N: usize>(args: Along<'_, V::Sca
         // SAFETY: `row + i < BLOCK`, so that all offsets stay below the lengths asserted above.
         unsafe {
             let a = a.as_ptr().add(row);
-            accumulate(&mut acc, a, |t, i| t * V::BLOCK + i, b.as_ptr(), dim);
+            accumulate(&mut acc, a, |t, i| t * V::BLOCK + i, b.as_ptr(), dim, ahead);
             store(&acc, out.as_mut_ptr().add(row * V::BLOCK));
         }
     }
@@ -192,7 +199,7 @@ pub(super) fn across<V: Vector, const PANEL: usize>(args: Across<'_, V::Scalar>)
 
 #[inline(always)]
 fn across_n<V: Vector, const PANEL: usize, const N: usize>(args: Across<'_, V::Scalar>) {
-    let Across { out, scale, a, b, dim, rows, .. } = args;
+    let Across { out, scale, a, b, dim, rows, ahead, .. } = args;
     let block_len = dim * V::BLOCK;
     assert!(dim.is_multiple_of(PANEL) && out.len() >= block_len);
     assert!(a.len() >= rows.end.div_ceil(V::BLOCK) * block_len && b.len() >= rows.end * V::BLOCK);
@@ -217,7 +224,7 @@ fn across_n<V: Vector, const PANEL: usize, const N: usize>(args: Across<'_, V::S
                 let steps = (V::BLOCK - first).min(rows.end - from);
                 let a = a.as_ptr().add(block * block_len + row * V::BLOCK + first);
                 let b = b.as_ptr().add(from * V::BLOCK);
-                accumulate(&mut acc, a, |t, i| i * V::BLOCK + t, b, steps);
+                accumulate(&mut acc, a, |t, i| i * V::BLOCK + t, b, steps, ahead);
                 from += steps;
             }
             store(&acc, out);

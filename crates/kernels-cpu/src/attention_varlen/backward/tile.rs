@@ -51,6 +51,7 @@ impl<T: Element> Pass<'_, T> {
                 dim: kernels.padded(head_dim),
                 rows: rows.clone(),
                 lanes: here.len(),
+                ahead: &mut tile.ahead,
             });
             let here = here.start - pair.queries.start..here.end - pair.queries.start;
             self.turn(&rows, here.start, tile);
@@ -74,7 +75,7 @@ impl<T: Element> Pass<'_, T> {
         rows: &Range<usize>,
         queries: &Queries<T::Compute>,
         keys: &mut Keys<T::Compute>,
-        tile: &Tile<T::Compute>,
+        tile: &mut Tile<T::Compute>,
     ) {
         let kernels = self.kernels;
         let Sizes { head_dim, value_dim, .. } = self.attention.sizes();
@@ -92,6 +93,7 @@ impl<T: Element> Pass<'_, T> {
                 dim: kernels.padded(dim),
                 rows: rows.clone(),
                 lanes,
+                ahead: &mut tile.ahead,
             });
         }
     }
@@ -125,6 +127,7 @@ impl<T: Element> Pass<'_, T> {
                     out: &mut out[first * block..],
                     rows: rows.clone(),
                     lanes: here.len(),
+                    ahead: &mut tile.ahead,
                 });
             }
         }
