@@ -34,7 +34,12 @@ impl Ahead {
     }
 
     /// Adds the rows of some tokens and a head, if they lie side by side in memory.
-    pub(crate) fn read<T: Element>(&mut self, view: &View<'_, T>, tokens: &Range<usize>, head: usize) {
+    pub(crate) fn read<T: Element>(
+        &mut self,
+        view: &View<'_, T>,
+        tokens: &Range<usize>,
+        head: usize,
+    ) {
         let [_, _, dim] = view.shape();
         if let Some((start, stride)) = view.place(tokens.start, head) {
             self.add::<T>(start, stride, tokens.len(), dim);
@@ -42,7 +47,12 @@ impl Ahead {
     }
 
     /// The same for rows to write.
-    pub(crate) fn write<T: Element>(&mut self, out: &Out<'_, T>, tokens: &Range<usize>, head: usize) {
+    pub(crate) fn write<T: Element>(
+        &mut self,
+        out: &Out<'_, T>,
+        tokens: &Range<usize>,
+        head: usize,
+    ) {
         let [_, _, dim] = out.shape();
         let (start, stride) = out.place(tokens.start, head);
         self.add::<T>(start, stride as isize, tokens.len(), dim);

@@ -140,6 +140,23 @@ impl<'a, T: Element> View<'a, T> {
         }
     }
 
+    /// Rows `tokens` of one head where they lie, and the distance between rows, if their type is the
+    /// compute type, there are some, and each lies side by side.
+    pub(crate) fn rows_in_place(
+        &self,
+        tokens: Range<usize>,
+        head: usize,
+    ) -> Option<(&'a [T::Compute], usize)> {
+        let [_, _, dim] = self.shape;
+        if self.strides[2] != 1 || self.strides[0] < 0 || tokens.is_empty() {
+            return None;
+        }
+        let data = T::as_compute(self.data)?;
+        let stride = self.strides[0] as usize;
+        let start = self.start(tokens.start, head) as usize;
+        Some((&data[start..start + (tokens.len() - 1) * stride + dim], stride))
+    }
+
     /// Rows `tokens` of one head in the compute type, and the distance between rows: read in place where
     /// their type and strides allow, otherwise through `staging`.
     pub(crate) fn rows<'b>(
@@ -155,11 +172,8 @@ impl<'a, T: Element> View<'a, T> {
         if tokens.is_empty() || dim == 0 {
             return (&[], dim);
         }
-        let in_place = self.strides[2] == 1 && self.strides[0] >= 0;
-        if let Some(data) = T::as_compute(self.data).filter(|_| in_place) {
-            let stride = self.strides[0] as usize;
-            let start = self.start(tokens.start, head) as usize;
-            return (&data[start..start + (tokens.len() - 1) * stride + dim], stride);
+        if let Some(rows) = self.rows_in_place(tokens.clone(), head) {
+            return rows;
         }
         for (token, row) in tokens.clone().zip(staging.chunks_exact_mut(dim)) {
             self.read(token, head, row);

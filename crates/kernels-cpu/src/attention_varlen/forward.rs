@@ -10,13 +10,16 @@ use super::{Attention, Sizes};
 use crate::ahead::Ahead;
 use crate::aligned::Aligned;
 use crate::element::{Element, Real};
-use crate::simd::{Across, Along, InstructionSet, Kernels, Softcap, Softmax};
+use crate::simd::{Across, Along, InstructionSet, Kernels, Softcap, Softmax, Tokens};
 use crate::view::{Out, View, ViewMut};
 
 /// Queries that stream past the keys together, so that keys come from a far cache once for all of them.
 const TILE_QUERIES: usize = 256;
 /// Keys per step of the online softmax: their scores against one block stay in the first cache.
 const TILE_KEYS: usize = 128;
+
+/// Up to so many queries that share keys and values, packing those costs more than it saves.
+const FEW_QUERIES: usize = 128;
 
 /// The query tiles of one head of one unit, with packed keys and values where they are shared.
 struct Task<'a, C> {
@@ -31,6 +34,12 @@ struct Task<'a, C> {
 struct Packed<C> {
     k: Aligned<C>,
     v: Aligned<C>,
+}
+
+/// Keys and values as the products read them.
+struct KeyTokens<'a, C> {
+    k: Tokens<'a, C>,
+    v: Tokens<'a, C>,
 }
 
 pub(super) fn forward<T: Element>(
@@ -96,9 +105,15 @@ struct Scratch<C> {
     /// Keys and values of the unit at hand, where they are not shared.
     packed: Packed<C>,
     blocks: Vec<QueryBlock<C>>,
+    tile: Tile<C>,
+    staging: Aligned<C>,
+}
+
+/// A tile of keys against a block of queries.
+struct Tile<C> {
+    /// `[keys][queries of the block]`.
     scores: Aligned<C>,
     correction: Aligned<C>,
-    staging: Aligned<C>,
     ahead: Ahead,
 }
 
@@ -127,10 +142,12 @@ impl<C: Real> Scratch<C> {
         Self {
             packed: Packed::new(kernels, &sizes, keys),
             blocks: (0..queries.div_ceil(block)).map(|_| query_block()).collect(),
-            scores: Aligned::new(tile_keys(kernels) * block),
-            correction: Aligned::new(block),
+            tile: Tile {
+                scores: Aligned::new(tile_keys(kernels) * block),
+                correction: Aligned::new(block),
+                ahead: Ahead::default(),
+            },
             staging: Aligned::new(sizes.head_dim.max(sizes.value_dim) * block),
-            ahead: Ahead::default(),
         }
     }
 }
@@ -142,6 +159,12 @@ impl<C: Real> Packed<C> {
             k: Aligned::new(blocks * kernels.block_len(sizes.head_dim)),
             v: Aligned::new(blocks * kernels.block_len(sizes.value_dim)),
         }
+    }
+}
+
+impl<C: Real> Packed<C> {
+    fn tokens(&self) -> KeyTokens<'_, C> {
+        KeyTokens { k: Tokens::Blocks(&self.k), v: Tokens::Blocks(&self.v) }
     }
 }
 
@@ -187,7 +210,6 @@ impl<T: Element> Pass<'_, T> {
 
     /// Asks for what a task reads and writes first, where all of that fits the second cache.
     fn look_ahead(&self, task: &Task<'_, T::Compute>, ahead: &mut Ahead) {
-        ahead.clear();
         let Task { unit, heads, queries, packed: None } = task else { return };
         if unit.keys.len() > SHORT || queries.len() > SHORT {
             return;
@@ -206,32 +228,53 @@ impl<T: Element> Pass<'_, T> {
         next: Option<&Task<'_, T::Compute>>,
         scratch: &mut Scratch<T::Compute>,
     ) {
-        let Scratch { packed: own, blocks, scores, correction, staging, ahead } = scratch;
-        match next {
-            Some(next) => self.look_ahead(next, ahead),
-            None => ahead.clear(),
+        let Scratch { packed: own, blocks, tile, staging } = scratch;
+        tile.ahead.clear();
+        if let Some(next) = next {
+            self.look_ahead(next, &mut tile.ahead);
         }
         let unit = task.unit;
-        let packed = match task.packed {
-            Some(packed) => packed,
-            None => {
-                let one = T::Compute::ONE;
-                let Attention { k, v, .. } = self.attention;
-                let keys = &unit.keys;
-                pack(self.kernels, k, unit.kv_head, keys.clone(), one, &mut own.k, staging);
-                pack(self.kernels, v, unit.kv_head, keys.clone(), one, &mut own.v, staging);
-                own
-            }
+        let keys = match task.packed {
+            Some(packed) => packed.tokens(),
+            None => self.own_keys(task, own, staging),
         };
         for head in task.heads.clone() {
             for start in task.queries.clone().step_by(TILE_QUERIES) {
                 let queries = start..(start + TILE_QUERIES).min(task.queries.end);
                 self.begin(unit, head, &queries, blocks, staging);
-                self.attend(unit, &queries, packed, blocks, scores, correction, ahead);
+                self.attend(unit, &queries, &keys, blocks, tile);
                 self.finish(unit, head, &queries, blocks, staging);
             }
         }
-        ahead.all();
+        tile.ahead.all();
+    }
+
+    /// Keys and values for a task alone: packed, or where they lie if that pays.
+    fn own_keys<'b>(
+        &'b self,
+        task: &Task<'_, T::Compute>,
+        own: &'b mut Packed<T::Compute>,
+        staging: &mut [T::Compute],
+    ) -> KeyTokens<'b, T::Compute> {
+        let Task { unit, heads, queries, .. } = task;
+        let (kernels, one) = (self.kernels, T::Compute::ONE);
+        let [k, v] = [&self.attention.k, &self.attention.v].map(|view| {
+            let few = heads.len() * queries.len() <= FEW_QUERIES;
+            let rows = view.rows_in_place(unit.keys.clone(), unit.kv_head).filter(|_| few)?;
+            Some(Tokens::Rows(rows.0, rows.1))
+        });
+        // Products with v run over whole panels of elements.
+        let v = v.filter(|_| self.attention.sizes().value_dim.is_multiple_of(kernels.panel));
+        let Packed { k: k_blocks, v: v_blocks } = own;
+        let [k, v] = [(&self.attention.k, k, k_blocks), (&self.attention.v, v, v_blocks)].map(
+            |(view, rows, blocks)| {
+                rows.unwrap_or_else(|| {
+                    pack(kernels, view, unit.kv_head, unit.keys.clone(), one, blocks, staging);
+                    Tokens::Blocks(blocks)
+                })
+            },
+        );
+        KeyTokens { k, v }
     }
 
     /// Loads a tile of queries.
@@ -259,29 +302,28 @@ impl<T: Element> Pass<'_, T> {
         &self,
         unit: &Unit,
         queries: &Range<usize>,
-        packed: &Packed<T::Compute>,
+        keys: &KeyTokens<'_, T::Compute>,
         blocks: &mut [QueryBlock<T::Compute>],
-        scores: &mut [T::Compute],
-        correction: &mut [T::Compute],
-        ahead: &mut Ahead,
+        tile: &mut Tile<T::Compute>,
     ) {
+        let Tile { scores, correction, ahead } = tile;
         let (kernels, sizes) = (self.kernels, self.attention.sizes());
-        let (block, tile) = (kernels.block, tile_keys(kernels));
+        let (block, step) = (kernels.block, tile_keys(kernels));
         let [k_len, v_len] = [sizes.head_dim, sizes.value_dim].map(|dim| kernels.block_len(dim));
         let softcap = self.attention.options.log2_softcap();
         let seen = unit.band.seen_by_some(queries);
-        for tile_start in (seen.start - seen.start % tile..seen.end).step_by(tile) {
+        for tile_start in (seen.start - seen.start % step..seen.end).step_by(step) {
             for (queries, state) in in_blocks(queries, block).zip(blocks.iter_mut()) {
                 let seen = unit.band.seen_by_some(&queries);
-                let keys = seen.start.max(tile_start)..seen.end.min(tile_start + tile);
-                if keys.is_empty() {
+                let here = seen.start.max(tile_start)..seen.end.min(tile_start + step);
+                if here.is_empty() {
                     continue;
                 }
-                let rows = keys.start - tile_start..keys.end - tile_start;
+                let rows = here.start - tile_start..here.end - tile_start;
                 let lanes = queries.len();
                 for (first, rows) in rows_by_block(&rows, block, kernels.panel) {
                     (kernels.along)(Along {
-                        a: &packed.k[(tile_start + first) / block * k_len..][..k_len],
+                        a: keys.k.from(tile_start + first, block, k_len),
                         b: &state.q,
                         dim: sizes.head_dim,
                         out: &mut scores[first * block..],
@@ -294,7 +336,7 @@ impl<T: Element> Pass<'_, T> {
                 if let Some(cap) = softcap {
                     (kernels.softcap)(Softcap { scores: visible, cap: Real::from_f64(cap) });
                 }
-                unit.band.mask(visible, block, &keys, &queries, Real::NEG_INFINITY);
+                unit.band.mask(visible, block, &here, &queries, Real::NEG_INFINITY);
                 (kernels.softmax)(Softmax {
                     scores: visible,
                     max: &mut state.max,
@@ -305,7 +347,7 @@ impl<T: Element> Pass<'_, T> {
                 (kernels.across)(Across {
                     out: &mut state.out,
                     scale: Some(correction),
-                    a: &packed.v[tile_start / block * v_len..],
+                    a: keys.v.from(tile_start, block, v_len),
                     b: scores,
                     dim: kernels.padded(sizes.value_dim),
                     rows,

@@ -49,9 +49,28 @@ impl<C> Kernels<C> {
     }
 }
 
-/// `out[r][lane] = sum over d of a[d][r] * b[d][lane]`: the tokens of block `a` against those of `b`.
+/// Tokens whose elements are read one number at a time.
+#[derive(Clone, Copy)]
+pub(crate) enum Tokens<'a, C> {
+    /// Block after block.
+    Blocks(&'a [C]),
+    /// Rows so far apart.
+    Rows(&'a [C], usize),
+}
+
+impl<C> Tokens<'_, C> {
+    /// Those from `token` on, which begins a block of `block` tokens and `block_len` numbers.
+    pub(crate) fn from(self, token: usize, block: usize, block_len: usize) -> Self {
+        match self {
+            Self::Blocks(blocks) => Self::Blocks(&blocks[token / block * block_len..]),
+            Self::Rows(rows, stride) => Self::Rows(&rows[token * stride..], stride),
+        }
+    }
+}
+
+/// `out[r][lane] = sum over d of a[r][d] * b[d][lane]`: the first block of tokens `a` against block `b`.
 pub(crate) struct Along<'a, C> {
-    pub(crate) a: &'a [C],
+    pub(crate) a: Tokens<'a, C>,
     pub(crate) b: &'a [C],
     pub(crate) dim: usize,
     pub(crate) out: &'a mut [C],
@@ -63,14 +82,14 @@ pub(crate) struct Along<'a, C> {
     pub(crate) ahead: &'a mut Ahead,
 }
 
-/// `out[d][lane] = out[d][lane] * scale[lane] + sum over r in rows of a[d][r] * b[r][lane]`, where `a`
-/// are consecutive blocks of tokens `r`, and `b` has a row of one block for each of these tokens.
+/// `out[d][lane] = out[d][lane] * scale[lane] + sum over r in rows of a[r][d] * b[r][lane]`, where `b` has
+/// a row of one block for each token `r` of `a`.
 pub(crate) struct Across<'a, C> {
     pub(crate) out: &'a mut [C],
     pub(crate) scale: Option<&'a [C]>,
-    pub(crate) a: &'a [C],
+    pub(crate) a: Tokens<'a, C>,
     pub(crate) b: &'a [C],
-    /// Padded dimension of `a` and `out`.
+    /// Padded dimension of `out` and of the blocks of `a`; rows must have as many elements.
     pub(crate) dim: usize,
     pub(crate) rows: Range<usize>,
     /// Lanes of `b` in use.
@@ -137,16 +156,15 @@ macro_rules! with_vectors {
     }};
 }
 
-/// The micro-kernel: `acc[i][j] += a[at(t, i)] * b[t][j]` for each step `t`, everything in registers.
+/// The micro-kernel: `acc[i][j] += *a(t, i) * b[t][j]` for each step `t`, everything in registers.
 ///
 /// # Safety
 ///
-/// `a` must be readable at every `at(t, i)`, `b` at `steps` rows of `V::BLOCK` numbers.
+/// Every `a(t, i)` must be readable, and `b` at `steps` rows of `V::BLOCK` numbers.
 #[inline(always)]
 unsafe fn accumulate<V: Vector, const PANEL: usize, const N: usize>(
     acc: &mut [[V; N]; PANEL],
-    a: *const V::Scalar,
-    at: impl Fn(usize, usize) -> usize,
+    a: impl Fn(usize, usize) -> *const V::Scalar,
     b: *const V::Scalar,
     steps: usize,
     ahead: &mut Ahead,
@@ -161,8 +179,8 @@ unsafe fn accumulate<V: Vector, const PANEL: usize, const N: usize>(
             *vector = unsafe { V::load(b.add(t * V::BLOCK + j * V::LANES)) };
         }
         for (i, acc) in acc.iter_mut().enumerate() {
-            // SAFETY: the caller promises that `a` is readable here.
-            let factor = V::splat(unsafe { *a.add(at(t, i)) });
+            // SAFETY: the caller promises that this is readable.
+            let factor = V::splat(unsafe { *a(t, i) });
             for (acc, vector) in acc.iter_mut().zip(row) {
                 *acc = factor.mul_add(vector, *acc);
             }
@@ -180,15 +198,29 @@ fn along_n<V: Vector, const PANEL: usize, const N: usize>(args: Along<'_, V::Sca
     let Along { a, b, dim, out, rows, ahead, .. } = args;
     let end = rows.end.next_multiple_of(PANEL);
     assert!(rows.start.is_multiple_of(PANEL) && end <= V::BLOCK);
-    assert!(a.len() >= dim * V::BLOCK && b.len() >= dim * V::BLOCK && out.len() >= end * V::BLOCK);
+    assert!(b.len() >= dim * V::BLOCK && out.len() >= end * V::BLOCK);
     for row in (rows.start..end).step_by(PANEL) {
         let mut acc = [[V::splat(V::Scalar::ZERO); N]; PANEL];
-        // SAFETY: `row + i < BLOCK`, so that all offsets stay below the lengths asserted above.
-        unsafe {
-            let a = a.as_ptr().add(row);
-            accumulate(&mut acc, a, |t, i| t * V::BLOCK + i, b.as_ptr(), dim, ahead);
-            store(&acc, out.as_mut_ptr().add(row * V::BLOCK));
+        match a {
+            Tokens::Blocks(a) => {
+                assert!(a.len() >= dim * V::BLOCK);
+                // SAFETY: `row + i < BLOCK`, so that all offsets stay below the lengths asserted above.
+                unsafe {
+                    let a = a.as_ptr().add(row);
+                    accumulate(&mut acc, |t, i| a.add(t * V::BLOCK + i), b.as_ptr(), dim, ahead);
+                }
+            }
+            Tokens::Rows(a, stride) => {
+                // Rows that fill a panel up are the last one again.
+                let rows: [_; PANEL] = std::array::from_fn(|i| {
+                    a[(row + i).min(rows.end - 1) * stride..][..dim].as_ptr()
+                });
+                // SAFETY: each row has `dim` elements.
+                unsafe { accumulate(&mut acc, |t, i| rows[i].add(t), b.as_ptr(), dim, ahead) };
+            }
         }
+        // SAFETY: `row + i < end`, within the length asserted above.
+        unsafe { store(&acc, out.as_mut_ptr().add(row * V::BLOCK)) };
     }
 }
 
@@ -202,10 +234,14 @@ fn across_n<V: Vector, const PANEL: usize, const N: usize>(args: Across<'_, V::S
     let Across { out, scale, a, b, dim, rows, ahead, .. } = args;
     let block_len = dim * V::BLOCK;
     assert!(dim.is_multiple_of(PANEL) && out.len() >= block_len);
-    assert!(a.len() >= rows.end.div_ceil(V::BLOCK) * block_len && b.len() >= rows.end * V::BLOCK);
+    assert!(rows.is_empty() || b.len() >= rows.end * V::BLOCK);
+    assert!(match a {
+        Tokens::Blocks(a) => a.len() >= rows.end.div_ceil(V::BLOCK) * block_len,
+        Tokens::Rows(a, stride) => rows.is_empty() || a.len() >= (rows.end - 1) * stride + dim,
+    });
     assert!(scale.is_none_or(|scale| scale.len() >= V::BLOCK));
     for row in (0..dim).step_by(PANEL) {
-        // SAFETY: `row + i < dim`, `t < BLOCK` and `from + steps <= rows.end`, so that all offsets stay
+        // SAFETY: `row + i < dim`, and `t` counts tokens of a block or of `rows`, so that all offsets stay
         // below the lengths asserted above.
         unsafe {
             let out = out.as_mut_ptr().add(row * V::BLOCK);
@@ -220,12 +256,22 @@ fn across_n<V: Vector, const PANEL: usize, const N: usize>(args: Across<'_, V::S
             }
             let mut from = rows.start;
             while from < rows.end {
-                let (block, first) = (from / V::BLOCK, from % V::BLOCK);
-                let steps = (V::BLOCK - first).min(rows.end - from);
-                let a = a.as_ptr().add(block * block_len + row * V::BLOCK + first);
                 let b = b.as_ptr().add(from * V::BLOCK);
-                accumulate(&mut acc, a, |t, i| i * V::BLOCK + t, b, steps, ahead);
-                from += steps;
+                match a {
+                    Tokens::Blocks(a) => {
+                        let (block, first) = (from / V::BLOCK, from % V::BLOCK);
+                        let steps = (V::BLOCK - first).min(rows.end - from);
+                        let a = a.as_ptr().add(block * block_len + row * V::BLOCK + first);
+                        accumulate(&mut acc, |t, i| a.add(i * V::BLOCK + t), b, steps, ahead);
+                        from += steps;
+                    }
+                    Tokens::Rows(a, stride) => {
+                        let a = a.as_ptr().add(from * stride + row);
+                        let steps = rows.end - from;
+                        accumulate(&mut acc, |t, i| a.add(t * stride + i), b, steps, ahead);
+                        from = rows.end;
+                    }
+                }
             }
             store(&acc, out);
         }

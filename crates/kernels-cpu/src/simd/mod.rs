@@ -11,7 +11,7 @@ use std::str::FromStr;
 use std::sync::OnceLock;
 
 pub use kernels::Kernels;
-pub(crate) use kernels::{Across, Along, ScoreGradient, Softcap, Softmax, Transpose};
+pub(crate) use kernels::{Across, Along, ScoreGradient, Softcap, Softmax, Tokens, Transpose};
 pub(crate) use product::Product;
 pub(crate) use rows::{NormRotate, NormRotateBackward, RowNorm};
 pub use vector::Vector;
