@@ -89,6 +89,18 @@ impl<'a, T: Element> View<'a, T> {
         (self.strides[2] == 1 || dim <= 1).then(|| &self.data[start..start + dim])
     }
 
+    /// All heads of a token where they lie, and the distance between heads, if their type is the compute
+    /// type and the elements of each lie side by side.
+    pub(crate) fn heads_in_place(&self, token: usize) -> Option<(&'a [T::Compute], usize)> {
+        let [_, heads, dim] = self.shape;
+        if self.strides[2] != 1 || self.strides[1] < 0 || heads == 0 {
+            return None;
+        }
+        let data = T::as_compute(self.data)?;
+        let (start, stride) = (self.start(token, 0) as usize, self.strides[1] as usize);
+        Some((&data[start..start + (heads - 1) * stride + dim], stride))
+    }
+
     /// Where the elements of a token and head begin, and the distance to the next token's, where elements
     /// lie side by side.
     pub(crate) fn place(&self, token: usize, head: usize) -> Option<(*const T, isize)> {
@@ -287,6 +299,22 @@ impl<T: Element> Out<'_, T> {
     pub(crate) unsafe fn row(&self, token: usize, head: usize) -> &mut [T] {
         // SAFETY: as promised by the caller.
         unsafe { self.row_part(token, head, 0..self.shape[2]) }
+    }
+
+    /// All heads of a token, where they lie side by side.
+    ///
+    /// # Safety
+    ///
+    /// No other reference to a row of this token may be alive.
+    #[allow(clippy::mut_from_ref)]
+    pub(crate) unsafe fn heads(&self, token: usize) -> Option<&mut [T]> {
+        let [tokens, heads, dim] = self.shape;
+        assert!(token < tokens, "token {token} of {:?}", self.shape);
+        let start = self.start.wrapping_add(token * self.strides[0]);
+        // SAFETY: the constructor checked that every row lies inside the slice, and these are rows side
+        // by side that the caller has for itself.
+        (self.strides[1] == dim)
+            .then(|| unsafe { std::slice::from_raw_parts_mut(start, heads * dim) })
     }
 
     /// Some elements of a row.

@@ -4,7 +4,7 @@ use std::sync::Mutex;
 
 use super::{RmsNorm, RotaryTables, widened_weight};
 use crate::element::{Element, Real};
-use crate::simd::{InstructionSet, NormRotateBackward, RowNorm};
+use crate::simd::{Heads, InstructionSet, NormRotateBackward, RowNorm};
 use crate::view::{Out, View};
 
 pub(super) fn backward<T: Element>(
@@ -32,37 +32,53 @@ pub(super) fn backward<T: Element>(
         let mut d_weight = vec![zero; weight_len];
         for token in tokens {
             let tables = super::table_rows(tables, token, dim, tables_staging);
+            type From<'a, C> = (&'a [C], usize);
+            type To<'a, C> = (&'a mut [C], usize);
+            let mut run = |(x, x_stride): From<'_, _>, (gradient, stride): To<'_, _>, heads| {
+                let x = Heads { elements: x, stride: x_stride };
+                let gradient = Heads { elements: gradient, stride };
+                let (norm, d_weight) = (row_norm, &mut *d_weight);
+                let args = NormRotateBackward { x, gradient, heads, dim, norm, tables, d_weight };
+                (kernels.norm_rotate_backward)(args);
+            };
+            let next = token + 1..(token + 2).min(x.shape()[0]);
             for head in 0..heads {
-                let next = token + 1..(token + 2).min(x.shape()[0]);
                 if row_norm.is_some() {
                     x.prefetch(next.clone(), head);
                 }
-                d_input.prefetch(next, head);
+                d_input.prefetch(next.clone(), head);
+            }
+            // SAFETY: every token is visited once, by one task.
+            let gradient = unsafe { d_input.heads(token) }.and_then(T::as_compute_mut);
+            if let Some((x, gradient)) = x.heads_in_place(token).zip(gradient) {
+                if let Some(d_out) = &d_out {
+                    for (head, row) in gradient.chunks_exact_mut(dim).enumerate() {
+                        d_out.read(token, head, row);
+                    }
+                }
+                run(x, (gradient, dim), heads);
+                continue;
+            }
+            for head in 0..heads {
                 // SAFETY: every token and head is visited once, by one task.
                 let target = unsafe { d_input.row(token, head) };
                 let x = match row_norm {
                     Some(_) => x.compute_row(token, head, from),
                     None => &[],
                 };
-                let mut run = |gradient: &mut [T::Compute]| {
-                    let d_weight = &mut d_weight;
-                    let norm = row_norm;
-                    let args = NormRotateBackward { x, gradient, norm, tables, d_weight };
-                    (kernels.norm_rotate_backward)(args);
-                };
                 match T::as_compute_mut(target) {
                     Some(gradient) => {
                         if let Some(d_out) = &d_out {
                             d_out.read(token, head, gradient);
                         }
-                        run(gradient);
+                        run((x, 0), (gradient, 0), 1);
                     }
                     None => {
                         match &d_out {
                             Some(d_out) => d_out.read(token, head, staging),
                             None => T::widen_all(target, staging),
                         }
-                        run(staging);
+                        run((x, 0), (&mut staging[..], 0), 1);
                         T::narrow_all(staging, target);
                     }
                 }

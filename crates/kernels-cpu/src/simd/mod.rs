@@ -13,7 +13,7 @@ use std::sync::OnceLock;
 pub use kernels::Kernels;
 pub(crate) use kernels::{Across, Along, ScoreGradient, Softcap, Softmax, Tokens, Transpose};
 pub(crate) use product::Product;
-pub(crate) use rows::{NormRotate, NormRotateBackward, RowNorm};
+pub(crate) use rows::{Heads, NormRotate, NormRotateBackward, RowNorm};
 pub use vector::Vector;
 
 use thiserror::Error;
