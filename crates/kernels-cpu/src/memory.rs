@@ -195,6 +195,23 @@ mod tests {
     }
 
     #[test]
+    fn no_two_buffers_in_use_share_memory() {
+        std::thread::scope(|scope| {
+            for thread in 0..8 {
+                scope.spawn(move || {
+                    for round in 0..50 {
+                        let mark = (thread * 50 + round) as f32;
+                        let mut buffers = [7, 8].map(|len| Buffer::<f32>::new(len * LEAST_WORDS));
+                        buffers.iter_mut().for_each(|buffer| buffer.fill(mark));
+                        std::thread::yield_now();
+                        assert!(buffers.iter().all(|buffer| buffer.iter().all(|&x| x == mark)));
+                    }
+                });
+            }
+        });
+    }
+
+    #[test]
     fn any_length_is_served() {
         for len in [0, 1, 3, (5 << 20) + 3] {
             let mut buffer = Buffer::<f32>::new(len);
