@@ -7,14 +7,18 @@ use crate::view::{Out, View, prefetch_line};
 
 const LINE: usize = 64;
 
+/// Segments of so many tokens are asked for ahead: they fit the second cache.
+pub(crate) const SHORT: usize = 256;
+
 /// Cache lines that the next task will need, asked for one at a time between the products of this one:
 /// a processor that is asked for all of them at once can do nothing else meanwhile.
 #[derive(Default)]
 pub(crate) struct Ahead {
-    /// The rows that are being asked for last.
+    /// What is left, the last of it first.
     parts: Vec<Rows>,
+    /// The row at hand.
     row: *const u8,
-    /// Lines of that row which are left.
+    /// Lines of it which are left.
     lines: usize,
 }
 
@@ -24,7 +28,7 @@ struct Rows {
     start: *const u8,
     stride: isize,
     rows: usize,
-    lines: usize,
+    bytes: usize,
 }
 
 impl Ahead {
@@ -62,12 +66,11 @@ impl Ahead {
         if rows == 0 || dim == 0 {
             return;
         }
-        let skipped = start.addr() % LINE;
         self.parts.push(Rows {
-            start: start.cast::<u8>().wrapping_sub(skipped),
+            start: start.cast::<u8>(),
             stride: stride * size_of::<T>() as isize,
             rows,
-            lines: (skipped + dim * size_of::<T>()).div_ceil(LINE),
+            bytes: dim * size_of::<T>(),
         });
         if self.parts.len() == 1 {
             self.turn();
@@ -90,7 +93,9 @@ impl Ahead {
     fn turn(&mut self) {
         while let Some(part) = self.parts.last_mut() {
             if part.rows > 0 {
-                (self.row, self.lines) = (part.start, part.lines);
+                let skipped = part.start.addr() % LINE;
+                self.row = part.start.wrapping_sub(skipped);
+                self.lines = (skipped + part.bytes).div_ceil(LINE);
                 part.start = part.start.wrapping_offset(part.stride);
                 part.rows -= 1;
                 return;
@@ -113,24 +118,62 @@ unsafe impl Send for Ahead {}
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::view::ViewMut;
 
-    #[test]
-    fn every_line_is_asked_for_once() {
-        let data = [0.0f32; 4096];
-        // Rows of 40 numbers, which touch three or four lines.
-        let view = View::new(&data, 8, [12, 2, 40], [128, 40, 1]);
-        let mut ahead = Ahead::default();
-        ahead.read(&view, &(3..7), 1);
-        let mut rows = Vec::new();
+    /// The lines that are asked for, counted from the one where `data` begins.
+    fn asked(ahead: &mut Ahead, data: &[f32]) -> Vec<usize> {
+        let origin = data.as_ptr().addr() / LINE;
+        let mut lines = Vec::new();
         while ahead.lines > 0 {
-            let row = (ahead.row.addr() - data.as_ptr().addr() % LINE) / LINE;
-            rows.push((row, ahead.lines));
+            lines.push(ahead.row.addr() / LINE + ahead.lines - 1 - origin);
             ahead.one();
         }
-        assert_eq!(rows.len(), 4 * rows[0].1);
-        assert!((3..=4).contains(&rows[0].1));
-        // Nothing is left, and nothing is asked for.
+        lines.sort_unstable();
+        lines
+    }
+
+    /// The lines that rows of `dim` numbers touch which begin at `starts`.
+    fn touched(data: &[f32], starts: impl Iterator<Item = usize>, dim: usize) -> Vec<usize> {
+        let origin = data.as_ptr().addr() / LINE;
+        let line = |number: usize| data.as_ptr().wrapping_add(number).addr() / LINE - origin;
+        let mut lines: Vec<_> =
+            starts.flat_map(|start| line(start)..=line(start + dim - 1)).collect();
+        lines.sort_unstable();
+        lines
+    }
+
+    /// Distances are no whole lines, so that rows touch different numbers of them.
+    #[test]
+    fn every_line_is_asked_for_once() {
+        let data = vec![0.0f32; 4096];
+        let view = View::new(&data, 8, [12, 2, 40], [100, 50, 1]);
+        let starts = |head: usize| (3..7).map(move |token: usize| 8 + token * 100 + head * 50);
+        let mut ahead = Ahead::default();
+        ahead.read(&view, &(3..7), 1);
+        assert_eq!(asked(&mut ahead, &data), touched(&data, starts(1), 40));
+        // Several parts, of which the last is asked for first; then nothing is left.
+        ahead.read(&view, &(3..7), 1);
+        ahead.read(&view, &(3..7), 0);
+        let mut expected = [touched(&data, starts(0), 40), touched(&data, starts(1), 40)].concat();
+        expected.sort_unstable();
+        assert_eq!(asked(&mut ahead, &data), expected);
         ahead.one();
         assert!(ahead.parts.is_empty());
+    }
+
+    #[test]
+    fn what_is_left_can_be_asked_for_at_once_or_forgotten() {
+        let mut data = vec![0.0f32; 4096];
+        let out = ViewMut::new(&mut data, 2000, [2, 1, 70], [70, 70]).out;
+        let mut ahead = Ahead::default();
+        ahead.write(&out, &(0..2), 0);
+        ahead.all();
+        assert!(ahead.lines == 0 && ahead.parts.is_empty());
+        ahead.write(&out, &(0..2), 0);
+        ahead.clear();
+        assert!(ahead.lines == 0 && ahead.parts.is_empty());
+        ahead.write(&out, &(0..2), 0);
+        let found = asked(&mut ahead, &data);
+        assert_eq!(found, touched(&data, [2000, 2070].into_iter(), 70));
     }
 }

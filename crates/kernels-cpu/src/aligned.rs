@@ -2,7 +2,7 @@
 
 use std::ops::{Deref, DerefMut};
 
-use crate::element::{Element, Real};
+use crate::element::Element;
 use crate::memory::Buffer;
 
 const CACHE_LINE: usize = 64;
@@ -14,7 +14,7 @@ pub(crate) struct Aligned<C> {
     len: usize,
 }
 
-impl<C: Real + Element> Aligned<C> {
+impl<C: Element> Aligned<C> {
     pub(crate) fn new(len: usize) -> Self {
         let storage = Buffer::<C>::new(len + CACHE_LINE / size_of::<C>());
         let start = storage.as_ptr().align_offset(CACHE_LINE);

@@ -4,6 +4,7 @@
 //! it is freed. That takes longer than norm and rotation do. So large buffers are kept for the next call
 //! that wants as much.
 
+use std::fmt;
 use std::marker::PhantomData;
 use std::ops::{Deref, DerefMut};
 use std::sync::{Mutex, PoisonError};
@@ -37,8 +38,12 @@ impl Kept {
         Some(buffer)
     }
 
-    /// Keeps a buffer, and gives back those that have waited longest where that is too much.
+    /// Keeps a buffer, unless it is larger than all of them may be together, and gives back those that
+    /// have waited longest where that is too much.
     fn give(&mut self, buffer: Vec<Word>) -> Vec<Vec<Word>> {
+        if buffer.len() > MOST_WORDS {
+            return vec![buffer];
+        }
         self.words += buffer.len();
         self.buffers.push(buffer);
         let mut surplus = 0;
@@ -67,7 +72,6 @@ pub fn release_memory() {
 ///
 /// Buffers of 256 KiB and more are kept when they are dropped, 256 MiB in all, and used again by the next
 /// call that needs as much; [`release_memory`] gives them back to the system.
-#[derive(Debug)]
 pub struct Buffer<T> {
     words: Vec<Word>,
     len: usize,
@@ -76,8 +80,13 @@ pub struct Buffer<T> {
 
 impl<T: Element> Buffer<T> {
     /// Room for `len` elements.
+    ///
+    /// # Panics
+    ///
+    /// When no machine has so much memory.
     pub fn new(len: usize) -> Self {
-        let words = (len * size_of::<T>()).div_ceil(size_of::<Word>());
+        let bytes = len.checked_mul(size_of::<T>()).expect("len: more than there are addresses");
+        let words = bytes.div_ceil(size_of::<Word>());
         let used = if words < LEAST_WORDS { None } else { kept(|kept| kept.take(words)) };
         let mut buffer =
             Self { words: used.unwrap_or_else(|| zeros(words)), len, elements: PhantomData };
@@ -86,6 +95,12 @@ impl<T: Element> Buffer<T> {
             buffer.fill(T::narrow(T::Compute::from_f64(f64::NAN)));
         }
         buffer
+    }
+}
+
+impl<T: Element> fmt::Debug for Buffer<T> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_list().entries(&**self).finish()
     }
 }
 
@@ -172,8 +187,8 @@ mod tests {
         assert!(kept.give(buffer(half)).is_empty() && kept.give(buffer(half - 1)).is_empty());
         let surplus: Vec<_> = kept.give(buffer(half)).iter().map(Vec::len).collect();
         assert_eq!((surplus, kept.words), (vec![half], 2 * half - 1));
-        assert_eq!(kept.give(buffer(MOST_WORDS + 1)).len(), 3, "itself included");
-        assert_eq!(kept.words, 0);
+        let giant: Vec<_> = kept.give(buffer(MOST_WORDS + 1)).iter().map(Vec::len).collect();
+        assert_eq!((giant, kept.words), (vec![MOST_WORDS + 1], 2 * half - 1));
     }
 
     #[test]
@@ -189,9 +204,10 @@ mod tests {
         // Both in use at once are two.
         assert_ne!(Buffer::<f64>::new(len).as_ptr().addr(), address);
         drop(second);
+        let waits = || kept(|kept| kept.buffers.iter().any(|buffer| buffer.len() == len));
+        assert!(waits());
         release_memory();
-        // Other tests may keep something meanwhile.
-        assert!(kept(|kept| kept.buffers.iter().all(|buffer| buffer.as_ptr().addr() != address)));
+        assert!(!waits(), "no other test has a buffer of this length");
     }
 
     #[test]
@@ -209,6 +225,12 @@ mod tests {
                 });
             }
         });
+    }
+
+    #[test]
+    #[should_panic(expected = "len: more than there are addresses")]
+    fn a_length_that_overflows_panics() {
+        Buffer::<f64>::new(1 << 61);
     }
 
     #[test]

@@ -108,13 +108,11 @@ impl<'a, T: Element> View<'a, T> {
         (self.strides[2] == 1).then_some((start, self.strides[0]))
     }
 
-    /// Asks for the rows of `tokens` and one head, if there is such a head, to be brought into a cache.
+    /// Asks for the rows of `tokens` and one head to be brought into a cache.
     pub(crate) fn prefetch(&self, tokens: Range<usize>, head: usize) {
-        let [_, heads, dim] = self.shape;
-        if head < heads && self.strides[2] == 1 {
-            for token in tokens {
-                let start = self.data.as_ptr().wrapping_offset(self.start(token, head));
-                prefetch(start, dim);
+        for token in tokens {
+            if let Some((start, _)) = self.place(token, head) {
+                prefetch(start, self.shape[2]);
             }
         }
     }
@@ -274,8 +272,7 @@ impl<T: Element> Out<'_, T> {
     /// Asks for the rows of `tokens` and one head to be brought into a cache.
     pub(crate) fn prefetch(&self, tokens: Range<usize>, head: usize) {
         for token in tokens {
-            let at = token * self.strides[0] + head * self.strides[1];
-            prefetch(self.start.wrapping_add(at), self.shape[2]);
+            prefetch(self.place(token, head).0, self.shape[2]);
         }
     }
 
@@ -333,9 +330,9 @@ impl<T: Element> Out<'_, T> {
         assert!(token < tokens && head < heads, "row {token}, {head} of {:?}", self.shape);
         assert!(elements.end <= dim, "elements {elements:?} of {:?}", self.shape);
         let at = token * self.strides[0] + head * self.strides[1] + elements.start;
-        // SAFETY: the constructor checked that every row lies inside the slice, and these are elements
-        // of one.
-        unsafe { std::slice::from_raw_parts_mut(self.start.add(at), elements.len()) }
+        // SAFETY: the constructor checked that every row with elements lies inside the slice, and these
+        // are elements of one.
+        unsafe { std::slice::from_raw_parts_mut(self.start.wrapping_add(at), elements.len()) }
     }
 }
 

@@ -120,7 +120,7 @@ fn forward_within<T: Element>(
         let cut = |part: usize| part * layer.heads / parts;
         let heads = Heads::new(&pass, cut(part)..cut(part + 1));
         let mut buffers = heads.buffers(&pass);
-        for chunk in &chunks {
+        for chunk in chunks.iter().filter(|chunk| !layer.tokens(chunk).is_empty()) {
             let start = layer.tokens(chunk).start * width + heads.heads.start * head_dim;
             heads.attend(&pass, chunk, &mut buffers, &mut context[start..], width);
         }
@@ -377,7 +377,7 @@ mod tests {
 
     #[rstest]
     fn pieces_give_what_the_whole_gives(
-        #[values(&[50], &[7, 0, 33, 1, 20], &[], &[0, 0])] lengths: &[i32],
+        #[values(&[50], &[50, 0], &[7, 0, 33, 1, 20], &[], &[0, 0])] lengths: &[i32],
         // All at once; a few segments at a time; some heads at a time; both.
         #[values((1000, usize::MAX), (16, usize::MAX), (1000, 0), (16, 0))] limits: (usize, usize),
         #[values(2, 4)] heads: usize,

@@ -9,10 +9,10 @@ use rayon::prelude::*;
 use scratch::{Queries, Scratch, ScratchSizes};
 use tile::Pair;
 
-use super::blocks::{SHORT, pack, unpack};
+use super::blocks::{pack, unpack};
 use super::work::{Plan, Unit};
 use super::{Attention, Gradients, OutputGradient, Sizes};
-use crate::ahead::Ahead;
+use crate::ahead::{Ahead, SHORT};
 use crate::aligned::Aligned;
 use crate::element::{Element, Real};
 use crate::simd::{InstructionSet, Kernels};
@@ -55,7 +55,8 @@ pub(super) fn backward<T: Element>(
     let mut splits = Vec::new();
     let mut tasks = Vec::new();
     for unit in &plan.units {
-        let parts = plan.parts(unit).min(unit.keys.len().div_ceil(tile));
+        let most = if unit.queries.is_empty() { 1 } else { unit.keys.len().div_ceil(tile) };
+        let parts = plan.parts(unit).min(most);
         if parts > 1 {
             let len = parts * unit.heads.len() * pass.q_len(unit);
             splits.push(Split { unit, parts, d_q: Aligned::new(len) });
@@ -218,6 +219,10 @@ impl<T: Element> Pass<'_, T> {
         let (q, one) = (&self.attention.q, T::Compute::ONE);
         pack(kernels, q, head, tokens.clone(), factor, &mut queries.q, staging);
         pack(kernels, d_out, head, tokens.clone(), one, &mut queries.d_out, staging);
+        let padded = tokens.len().next_multiple_of(kernels.block);
+        for row in [&mut queries.lse, &mut queries.delta] {
+            row[tokens.len()..padded].fill(Real::ZERO);
+        }
         let (out_row, rest) = staging.split_at_mut(value_dim);
         // A block has at least two tokens, so that there is room for two rows.
         let d_out_row = &mut rest[..value_dim];

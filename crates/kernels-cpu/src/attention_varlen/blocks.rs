@@ -6,9 +6,6 @@ use crate::element::{Element, Real};
 use crate::simd::{Kernels, Transpose};
 use crate::view::{Out, View, write_row};
 
-/// Tokens whose rows are prefetched for the next head: they fit the second cache.
-pub(super) const SHORT: usize = 256;
-
 /// Packs `tokens` of one head into blocks, times `factor`. Tokens and elements that pad the blocks are
 /// zero. `staging` has room for the rows of a block.
 pub(crate) fn pack<T: Element>(

@@ -4,10 +4,10 @@ use std::ops::Range;
 
 use rayon::prelude::*;
 
-use super::blocks::{SHORT, pack, unpack};
+use super::blocks::{pack, unpack};
 use super::work::{Plan, Unit};
 use super::{Attention, Sizes};
-use crate::ahead::Ahead;
+use crate::ahead::{Ahead, SHORT};
 use crate::aligned::Aligned;
 use crate::element::{Element, Real};
 use crate::simd::{Across, Along, InstructionSet, Kernels, Softcap, Softmax, Tokens};
@@ -128,8 +128,10 @@ struct QueryBlock<C> {
 impl<C: Real> Scratch<C> {
     fn new<T: Element<Compute = C>>(pass: &Pass<'_, T>, tasks: &[Task<'_, C>]) -> Self {
         let (kernels, sizes) = (pass.kernels, pass.attention.sizes());
-        let own = tasks.iter().filter(|task| task.packed.is_none());
-        let keys = own.map(|task| task.unit.keys.len()).max().unwrap_or(0);
+        let packs = |task: &&Task<'_, C>| {
+            task.packed.is_none() && pass.rows_in_place(task).iter().any(Option::is_none)
+        };
+        let keys = tasks.iter().filter(packs).map(|task| task.unit.keys.len()).max().unwrap_or(0);
         let queries = tasks.iter().map(|task| task.queries.len()).max().unwrap_or(0);
         let queries = queries.min(TILE_QUERIES);
         let block = kernels.block;
@@ -160,9 +162,7 @@ impl<C: Real> Packed<C> {
             v: Aligned::new(blocks * kernels.block_len(sizes.value_dim)),
         }
     }
-}
 
-impl<C: Real> Packed<C> {
     fn tokens(&self) -> KeyTokens<'_, C> {
         KeyTokens { k: Tokens::Blocks(&self.k), v: Tokens::Blocks(&self.v) }
     }
@@ -256,25 +256,34 @@ impl<T: Element> Pass<'_, T> {
         own: &'b mut Packed<T::Compute>,
         staging: &mut [T::Compute],
     ) -> KeyTokens<'b, T::Compute> {
-        let Task { unit, heads, queries, .. } = task;
-        let (kernels, one) = (self.kernels, T::Compute::ONE);
-        let [k, v] = [&self.attention.k, &self.attention.v].map(|view| {
-            let few = heads.len() * queries.len() <= FEW_QUERIES;
-            let rows = view.rows_in_place(unit.keys.clone(), unit.kv_head).filter(|_| few)?;
-            Some(Tokens::Rows(rows.0, rows.1))
+        let unit = task.unit;
+        let Packed { k: k_blocks, v: v_blocks } = own;
+        let Attention { k, v, .. } = self.attention;
+        let [k_rows, v_rows] = self.rows_in_place(task);
+        let [k, v] = [(k, k_rows, k_blocks), (v, v_rows, v_blocks)].map(|(view, rows, blocks)| {
+            rows.unwrap_or_else(|| {
+                let (head, keys, one) = (unit.kv_head, unit.keys.clone(), T::Compute::ONE);
+                pack(self.kernels, view, head, keys, one, blocks, staging);
+                Tokens::Blocks(blocks)
+            })
+        });
+        KeyTokens { k, v }
+    }
+
+    /// Keys and values of a task, those that it reads where they lie.
+    fn rows_in_place(
+        &self,
+        Task { unit, heads, queries, .. }: &Task<'_, T::Compute>,
+    ) -> [Option<Tokens<'_, T::Compute>>; 2] {
+        let few = heads.len() * queries.len() <= FEW_QUERIES;
+        let Attention { k, v, .. } = self.attention;
+        let [k, v] = [k, v].map(|view| {
+            let rows = view.rows_in_place(unit.keys.clone(), unit.kv_head).filter(|_| few);
+            rows.map(|(rows, stride)| Tokens::Rows(rows, stride))
         });
         // Products with v run over whole panels of elements.
-        let v = v.filter(|_| self.attention.sizes().value_dim.is_multiple_of(kernels.panel));
-        let Packed { k: k_blocks, v: v_blocks } = own;
-        let [k, v] = [(&self.attention.k, k, k_blocks), (&self.attention.v, v, v_blocks)].map(
-            |(view, rows, blocks)| {
-                rows.unwrap_or_else(|| {
-                    pack(kernels, view, unit.kv_head, unit.keys.clone(), one, blocks, staging);
-                    Tokens::Blocks(blocks)
-                })
-            },
-        );
-        KeyTokens { k, v }
+        let whole = self.attention.sizes().value_dim.is_multiple_of(self.kernels.panel);
+        [k, v.filter(|_| whole)]
     }
 
     /// Loads a tile of queries.

@@ -13,8 +13,8 @@ use crate::view::View;
 /// Columns of a row that are transposed at a time: with their rows they fit the first cache.
 const COLUMNS: usize = 64;
 
-/// A weight `[inputs, 1, outputs]` in panels of `block` columns, `[panels][inputs][block]`, padded with
-/// zeros.
+/// A weight `[inputs, 1, outputs]` in panels of `block` columns, `[panels][padded inputs][block]`. Columns
+/// beyond the last are zeros; rows beyond the inputs hold anything, and no product reads them.
 pub(super) fn weight<T: Element>(
     kernels: &Kernels<T::Compute>,
     weight: &View<'_, T>,

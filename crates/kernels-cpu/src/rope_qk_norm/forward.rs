@@ -4,7 +4,7 @@ use std::ops::Range;
 
 use super::{RmsNorm, RotaryTables, widened_weight};
 use crate::element::{Element, Real};
-use crate::simd::{Heads, InstructionSet, Kernels, NormRotate, RowNorm};
+use crate::simd::{HeadRows, InstructionSet, Kernels, NormRotate, RowNorm};
 use crate::view::{Out, View};
 
 pub(super) fn forward<T: Element>(
@@ -101,8 +101,10 @@ impl<'a, T: Element> NormRotation<'a, T> {
         let tables = super::table_rows(self.tables.as_ref(), token, dim, staging);
         let norm = self.norm.as_ref();
         let norm = norm.map(|norm| RowNorm { weight: Some(&norm.weight), epsilon: norm.epsilon });
-        let (x, out) =
-            (Heads { elements: x, stride: x_stride }, Heads { elements: out, stride: out_stride });
+        let (x, out) = (
+            HeadRows { elements: x, stride: x_stride },
+            HeadRows { elements: out, stride: out_stride },
+        );
         (self.kernels.norm_rotate)(NormRotate { x, out, heads, dim, norm, tables });
     }
 
@@ -123,7 +125,7 @@ impl<'a, T: Element> NormRotation<'a, T> {
         let tables = super::table_rows(self.tables.as_ref(), token, dim, tables_staging);
         let (normal, rest) = staging.split_at_mut(dim);
         let run = |x: &[_], out: &mut [_], norm, tables| {
-            let (x, out) = (Heads::one(x), Heads::one(out));
+            let (x, out) = (HeadRows::one(x), HeadRows::one(out));
             (self.kernels.norm_rotate)(NormRotate { x, out, heads: 1, dim, norm, tables });
         };
         let source = match &self.norm {

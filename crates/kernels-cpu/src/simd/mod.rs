@@ -14,7 +14,7 @@ use std::sync::OnceLock;
 pub use kernels::Kernels;
 pub(crate) use kernels::{Across, Along, Tokens, Transpose};
 pub(crate) use product::Product;
-pub(crate) use rows::{Heads, NormRotate, NormRotateBackward, RowNorm};
+pub(crate) use rows::{HeadRows, NormRotate, NormRotateBackward, RowNorm};
 pub(crate) use scores::{ScoreGradient, Softcap, Softmax};
 pub use vector::Vector;
 

@@ -17,8 +17,8 @@ pub(crate) struct RowNorm<'a, C> {
 /// Norm, then rotation by `(cos, sin)`, of the heads of one token from `x` to `out`; each where it is
 /// given.
 pub(crate) struct NormRotate<'a, C> {
-    pub(crate) x: Heads<&'a [C]>,
-    pub(crate) out: Heads<&'a mut [C]>,
+    pub(crate) x: HeadRows<&'a [C]>,
+    pub(crate) out: HeadRows<&'a mut [C]>,
     pub(crate) heads: usize,
     pub(crate) dim: usize,
     pub(crate) norm: Option<RowNorm<'a, C>>,
@@ -29,8 +29,8 @@ pub(crate) struct NormRotate<'a, C> {
 /// added to `d_weight`.
 pub(crate) struct NormRotateBackward<'a, C> {
     /// Read where there is a norm.
-    pub(crate) x: Heads<&'a [C]>,
-    pub(crate) gradient: Heads<&'a mut [C]>,
+    pub(crate) x: HeadRows<&'a [C]>,
+    pub(crate) gradient: HeadRows<&'a mut [C]>,
     pub(crate) heads: usize,
     pub(crate) dim: usize,
     pub(crate) norm: Option<RowNorm<'a, C>>,
@@ -38,15 +38,15 @@ pub(crate) struct NormRotateBackward<'a, C> {
     pub(crate) d_weight: &'a mut [C],
 }
 
-/// Heads of one token.
+/// HeadRows of one token.
 #[derive(Clone, Copy)]
-pub(crate) struct Heads<S> {
+pub(crate) struct HeadRows<S> {
     pub(crate) elements: S,
     /// From one head to the next.
     pub(crate) stride: usize,
 }
 
-impl<S> Heads<S> {
+impl<S> HeadRows<S> {
     /// A single head.
     pub(crate) fn one(elements: S) -> Self {
         Self { elements, stride: 0 }
@@ -60,7 +60,7 @@ impl<S> Heads<S> {
     }
 }
 
-/// Heads that are worked on together, so that none of them waits for its own sums.
+/// HeadRows that are worked on together, so that none of them waits for its own sums.
 const TOGETHER: usize = 4;
 
 /// Runs `$body` for all heads, with the constant `$n` set to the number that `$head` and those after it

@@ -45,6 +45,13 @@ pub(super) fn tensor<T: Element>(elements: Buffer<T>, shape: Shape, dtype: DType
 #[cfg(test)]
 mod tests {
     use super::*;
+    use burn::tensor::bf16;
+
+    /// `Bytes` say that they can be sent and shared, whatever lies behind them.
+    const _: () = {
+        const fn is_shared<T: Send + Sync>() {}
+        is_shared::<Reused<f64>>();
+    };
 
     fn numbers(len: usize) -> FlexTensor {
         let mut buffer = Buffer::<f32>::new(len);
@@ -64,7 +71,22 @@ mod tests {
         first.storage_mut::<f32>()[7] = -1.0;
         assert_eq!(first.storage::<f32>()[6..9], [6.0, -1.0, 8.0]);
         assert_eq!(second.storage::<f32>()[6..9], [6.0, 7.0, 8.0]);
+        // Longer than the buffer: the bytes move to memory of their own.
+        let mut longer = Bytes::clone(&first.data_arc());
+        longer.extend_from_byte_slice(&[1, 2, 3, 4]);
+        assert_eq!(longer[4 * len..], [1, 2, 3, 4]);
         let elements = second.into_data().try_into_vec::<f32>();
         assert_eq!(elements.expect("the data are f32").len(), len);
+    }
+
+    #[test]
+    fn small_and_empty_tensors_are_tensors() {
+        let mut buffer = Buffer::<bf16>::new(3);
+        buffer.fill(bf16::ONE);
+        let ones = tensor(buffer, Shape::new([3]), DType::BF16);
+        assert_eq!(ones.storage::<bf16>(), [bf16::ONE; 3]);
+        assert_eq!(Bytes::clone(&ones.data_arc()).align(), align_of::<bf16>());
+        let none = tensor(Buffer::<bf16>::new(0), Shape::new([0, 4]), DType::BF16);
+        assert!(none.storage::<bf16>().is_empty());
     }
 }
