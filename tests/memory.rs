@@ -10,7 +10,7 @@ use std::sync::{Mutex, MutexGuard};
 use burn::tensor::{Device, Distribution, Tensor};
 use burn_dots_vit::{DotsVisionEncoder, DotsVitConfig, GridThw};
 use burn_vision_attention::{
-    AttentionImplementation, Segments, VisionAttention, VisionAttentionConfig,
+    AttentionImplementation, Segments, VisionAttention, VisionAttentionConfig, release_memory,
 };
 
 /// Counts live bytes and their peak.
@@ -43,8 +43,10 @@ fn alone() -> MutexGuard<'static, ()> {
     ALONE.lock().unwrap_or_else(|poisoned| poisoned.into_inner())
 }
 
-/// Bytes that `run` had allocated at its peak, beyond those alive before it.
+/// Bytes that `run` had allocated at its peak, beyond those alive before it; memory that earlier calls left
+/// to be used again is not among the latter.
 fn peak(run: impl FnOnce()) -> usize {
+    release_memory();
     let before = LIVE.load(SeqCst);
     PEAK.store(before, SeqCst);
     run();

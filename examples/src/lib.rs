@@ -4,3 +4,4 @@ pub mod devices;
 pub mod digits;
 pub mod heatmap;
 pub mod output;
+pub mod terminal;

@@ -52,6 +52,8 @@ pub use implementation::{
     attn_uses_seqlens, describe_attn_kernel, prepare_seqlens_for_attention,
     resolve_attn_implementation,
 };
+#[cfg(feature = "flex")]
+pub use kernels_cpu::release_memory;
 pub use norm::{VisionRmsNorm, VisionRmsNormConfig};
 pub use ops::attention_varlen::{
     AttentionError, AttentionOptions, Window, attention_varlen, attention_varlen_by,

@@ -13,6 +13,7 @@
 //! Work is spread over rayon's current thread pool. The inputs alone decide every result, except that
 //! the sums behind the query gradients of a long segment are grouped by the number of threads.
 
+mod ahead;
 mod aligned;
 pub mod attention_varlen;
 mod element;
@@ -25,6 +26,6 @@ pub mod vision_attention;
 
 pub use attention_varlen::{Attention, AttentionOptions, Gradients, OutputGradient};
 pub use element::Element;
-pub use memory::zeros;
+pub use memory::{Buffer, release_memory};
 pub use simd::{InstructionSet, UnknownInstructionSet};
 pub use view::{View, ViewMut};

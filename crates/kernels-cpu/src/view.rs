@@ -89,13 +89,30 @@ impl<'a, T: Element> View<'a, T> {
         (self.strides[2] == 1 || dim <= 1).then(|| &self.data[start..start + dim])
     }
 
-    /// Asks for the rows of `tokens` and one head, if there is such a head, to be brought into a cache.
-    pub(crate) fn prefetch(&self, tokens: Range<usize>, head: usize) {
+    /// All heads of a token where they lie, and the distance between heads, if their type is the compute
+    /// type and the elements of each lie side by side.
+    pub(crate) fn heads_in_place(&self, token: usize) -> Option<(&'a [T::Compute], usize)> {
         let [_, heads, dim] = self.shape;
-        if head < heads && self.strides[2] == 1 {
-            for token in tokens {
-                let start = self.data.as_ptr().wrapping_offset(self.start(token, head));
-                prefetch(start, dim);
+        if self.strides[2] != 1 || self.strides[1] < 0 || heads == 0 {
+            return None;
+        }
+        let data = T::as_compute(self.data)?;
+        let (start, stride) = (self.start(token, 0) as usize, self.strides[1] as usize);
+        Some((&data[start..start + (heads - 1) * stride + dim], stride))
+    }
+
+    /// Where the elements of a token and head begin, and the distance to the next token's, where elements
+    /// lie side by side.
+    pub(crate) fn place(&self, token: usize, head: usize) -> Option<(*const T, isize)> {
+        let start = self.data.as_ptr().wrapping_offset(self.start(token, head));
+        (self.strides[2] == 1).then_some((start, self.strides[0]))
+    }
+
+    /// Asks for the rows of `tokens` and one head to be brought into a cache.
+    pub(crate) fn prefetch(&self, tokens: Range<usize>, head: usize) {
+        for token in tokens {
+            if let Some((start, _)) = self.place(token, head) {
+                prefetch(start, self.shape[2]);
             }
         }
     }
@@ -133,6 +150,23 @@ impl<'a, T: Element> View<'a, T> {
         }
     }
 
+    /// Rows `tokens` of one head where they lie, and the distance between rows, if their type is the
+    /// compute type, there are some, and each lies side by side.
+    pub(crate) fn rows_in_place(
+        &self,
+        tokens: Range<usize>,
+        head: usize,
+    ) -> Option<(&'a [T::Compute], usize)> {
+        let [_, _, dim] = self.shape;
+        if self.strides[2] != 1 || self.strides[0] < 0 || tokens.is_empty() {
+            return None;
+        }
+        let data = T::as_compute(self.data)?;
+        let stride = self.strides[0] as usize;
+        let start = self.start(tokens.start, head) as usize;
+        Some((&data[start..start + (tokens.len() - 1) * stride + dim], stride))
+    }
+
     /// Rows `tokens` of one head in the compute type, and the distance between rows: read in place where
     /// their type and strides allow, otherwise through `staging`.
     pub(crate) fn rows<'b>(
@@ -148,11 +182,8 @@ impl<'a, T: Element> View<'a, T> {
         if tokens.is_empty() || dim == 0 {
             return (&[], dim);
         }
-        let in_place = self.strides[2] == 1 && self.strides[0] >= 0;
-        if let Some(data) = T::as_compute(self.data).filter(|_| in_place) {
-            let stride = self.strides[0] as usize;
-            let start = self.start(tokens.start, head) as usize;
-            return (&data[start..start + (tokens.len() - 1) * stride + dim], stride);
+        if let Some(rows) = self.rows_in_place(tokens.clone(), head) {
+            return rows;
         }
         for (token, row) in tokens.clone().zip(staging.chunks_exact_mut(dim)) {
             self.read(token, head, row);
@@ -232,11 +263,16 @@ impl<T: Element> Out<'_, T> {
         self.shape
     }
 
+    /// Where the elements of a token and head begin, and the distance to the next token's.
+    pub(crate) fn place(&self, token: usize, head: usize) -> (*const T, usize) {
+        let at = token * self.strides[0] + head * self.strides[1];
+        (self.start.wrapping_add(at), self.strides[0])
+    }
+
     /// Asks for the rows of `tokens` and one head to be brought into a cache.
     pub(crate) fn prefetch(&self, tokens: Range<usize>, head: usize) {
         for token in tokens {
-            let at = token * self.strides[0] + head * self.strides[1];
-            prefetch(self.start.wrapping_add(at), self.shape[2]);
+            prefetch(self.place(token, head).0, self.shape[2]);
         }
     }
 
@@ -262,6 +298,22 @@ impl<T: Element> Out<'_, T> {
         unsafe { self.row_part(token, head, 0..self.shape[2]) }
     }
 
+    /// All heads of a token, where they lie side by side.
+    ///
+    /// # Safety
+    ///
+    /// No other reference to a row of this token may be alive.
+    #[allow(clippy::mut_from_ref)]
+    pub(crate) unsafe fn heads(&self, token: usize) -> Option<&mut [T]> {
+        let [tokens, heads, dim] = self.shape;
+        assert!(token < tokens, "token {token} of {:?}", self.shape);
+        let start = self.start.wrapping_add(token * self.strides[0]);
+        // SAFETY: the constructor checked that every row lies inside the slice, and these are rows side
+        // by side that the caller has for itself.
+        (self.strides[1] == dim)
+            .then(|| unsafe { std::slice::from_raw_parts_mut(start, heads * dim) })
+    }
+
     /// Some elements of a row.
     ///
     /// # Safety
@@ -278,9 +330,9 @@ impl<T: Element> Out<'_, T> {
         assert!(token < tokens && head < heads, "row {token}, {head} of {:?}", self.shape);
         assert!(elements.end <= dim, "elements {elements:?} of {:?}", self.shape);
         let at = token * self.strides[0] + head * self.strides[1] + elements.start;
-        // SAFETY: the constructor checked that every row lies inside the slice, and these are elements
-        // of one.
-        unsafe { std::slice::from_raw_parts_mut(self.start.add(at), elements.len()) }
+        // SAFETY: the constructor checked that every row with elements lies inside the slice, and these
+        // are elements of one.
+        unsafe { std::slice::from_raw_parts_mut(self.start.wrapping_add(at), elements.len()) }
     }
 }
 

@@ -13,7 +13,7 @@ use rayon::prelude::*;
 use crate::attention_varlen::{self, Attention, AttentionOptions};
 use crate::element::Element;
 use crate::linear::{Linear, Packed, Part, project};
-use crate::memory::zeros;
+use crate::memory::Buffer;
 use crate::rope_qk_norm::{NormRotation, RmsNorm, RotaryTables};
 use crate::simd::InstructionSet;
 use crate::view::{View, ViewMut};
@@ -104,8 +104,8 @@ fn forward_within<T: Element>(
         let idle = Mutex::new(Vec::new());
         chunks.par_iter().with_max_len(1).for_each(|chunk| {
             let buffers = idle.lock().expect("no thread panics while it holds the lock").pop();
-            let (mut buffers, mut context) =
-                buffers.unwrap_or_else(|| (heads.buffers(&pass), zeros::<T>(longest * width)));
+            let (mut buffers, mut context) = buffers
+                .unwrap_or_else(|| (heads.buffers(&pass), Buffer::<T>::new(longest * width)));
             let tokens = layer.tokens(chunk);
             let used = &mut context[..tokens.len() * width];
             heads.attend(&pass, chunk, &mut buffers, used, width);
@@ -115,12 +115,12 @@ fn forward_within<T: Element>(
         });
         return;
     }
-    let mut context = zeros::<T>(tokens * width);
+    let mut context = Buffer::<T>::new(tokens * width);
     for part in 0..parts {
         let cut = |part: usize| part * layer.heads / parts;
         let heads = Heads::new(&pass, cut(part)..cut(part + 1));
         let mut buffers = heads.buffers(&pass);
-        for chunk in &chunks {
+        for chunk in chunks.iter().filter(|chunk| !layer.tokens(chunk).is_empty()) {
             let start = layer.tokens(chunk).start * width + heads.heads.start * head_dim;
             heads.attend(&pass, chunk, &mut buffers, &mut context[start..], width);
         }
@@ -179,7 +179,7 @@ struct Heads<C> {
 
 /// q, k, v and lse of a chunk.
 struct Buffers<T> {
-    qkv: [Vec<T>; 3],
+    qkv: [Buffer<T>; 3],
     lse: Vec<f32>,
 }
 
@@ -212,7 +212,7 @@ impl<C: crate::element::Real> Heads<C> {
 
     fn buffers<T: Element<Compute = C>>(&self, pass: &Pass<'_, T>) -> Buffers<T> {
         let rows = pass.longest * self.heads.len();
-        let qkv = [(); 3].map(|()| zeros(rows * self.head_dim));
+        let qkv = [(); 3].map(|()| Buffer::new(rows * self.head_dim));
         Buffers { qkv, lse: vec![0.0; rows] }
     }
 
@@ -328,9 +328,9 @@ mod tests {
     }
 
     /// The layer by one operation after another.
-    fn separately<T: Element>(layer: &VisionAttention<'_, T>) -> Vec<T> {
+    fn separately<T: Element>(layer: &VisionAttention<'_, T>) -> Buffer<T> {
         let [tokens, _, _] = layer.x.shape();
-        let mut qkv = zeros::<T>(tokens * 3 * WIDTH);
+        let mut qkv = Buffer::<T>::new(tokens * 3 * WIDTH);
         linear::forward(
             &layer.x,
             &layer.qkv,
@@ -342,7 +342,7 @@ mod tests {
         let view = |part: usize| View::new(&qkv, part * WIDTH, shape, strides);
         let rotated = [0, 1].map(|index| {
             let norm = layer.norms.as_ref().map(|norms| &norms[index]);
-            let mut rotated = zeros::<T>(tokens * WIDTH);
+            let mut rotated = Buffer::<T>::new(tokens * WIDTH);
             let out = ViewMut::contiguous(&mut rotated, shape);
             rope_qk_norm::forward(&view(index), norm, layer.tables.as_ref(), out);
             rotated
@@ -351,9 +351,9 @@ mod tests {
         let (offsets_q, offsets_k) = (layer.offsets, layer.offsets);
         let attention =
             Attention { q, k, v: view(2), offsets_q, offsets_k, options: layer.options };
-        let (mut context, mut lse) = (zeros::<T>(tokens * WIDTH), vec![0.0; tokens * heads]);
+        let (mut context, mut lse) = (Buffer::<T>::new(tokens * WIDTH), vec![0.0; tokens * heads]);
         attention_varlen::forward(&attention, &mut context, &mut lse);
-        let mut out = zeros::<T>(tokens * WIDTH);
+        let mut out = Buffer::<T>::new(tokens * WIDTH);
         let context = View::contiguous(&context, [tokens, 1, WIDTH]);
         linear::forward(&context, &layer.proj, ViewMut::contiguous(&mut out, [tokens, 1, WIDTH]));
         out
@@ -368,16 +368,16 @@ mod tests {
         let tokens = lengths.iter().sum::<i32>() as usize;
         let (x, weights) = (numbers::<T>(tokens * WIDTH, 8), Weights::new(tokens, heads));
         let layer = weights.layer(&x, &offsets, plain);
-        let mut out = zeros::<T>(tokens * WIDTH);
+        let mut out = Buffer::<T>::new(tokens * WIDTH);
         let view = ViewMut::contiguous(&mut out, [tokens, 1, WIDTH]);
         forward_within(limits, InstructionSet::current(), &layer, view);
         // Sums run over the same numbers in the same order.
-        assert_eq!(out, separately(&layer));
+        assert_eq!(*out, *separately(&layer));
     }
 
     #[rstest]
     fn pieces_give_what_the_whole_gives(
-        #[values(&[50], &[7, 0, 33, 1, 20], &[], &[0, 0])] lengths: &[i32],
+        #[values(&[50], &[50, 0], &[7, 0, 33, 1, 20], &[], &[0, 0])] lengths: &[i32],
         // All at once; a few segments at a time; some heads at a time; both.
         #[values((1000, usize::MAX), (16, usize::MAX), (1000, 0), (16, 0))] limits: (usize, usize),
         #[values(2, 4)] heads: usize,

@@ -81,6 +81,7 @@ fn every_mix_of_lengths(
 #[rstest]
 #[case::one_long(vec![(300, 290)])]
 #[case::uneven(vec![(5, 5), (400, 400), (33, 70)])]
+#[case::keys_alone(vec![(0, 700)])]
 fn threads_share_a_long_segment(#[case] lengths: Vec<(usize, usize)>) {
     let mut case = Case { kv_heads: 1, ..Case::new(&lengths, 24) };
     case.options.is_causal = true;
@@ -162,11 +163,45 @@ fn rows_that_see_nothing_are_zero(#[values(false, true)] nan: bool) {
     }
 }
 
+/// The same numbers, read where they lie and packed: an element's neighbour is elsewhere in the latter.
+#[rstest]
+fn where_keys_lie_decides_no_bit(
+    #[values(8, 12, 20)] value_dim: usize,
+    #[values((4, 4), (4, 1))] (heads, kv_heads): (usize, usize),
+) {
+    let lengths = [(31, 31), (3, 29), (0, 4), (33, 2)];
+    let case = Case { heads, kv_heads, value_dim, ..Case::new(&lengths, 12) };
+    let [rows, packed] = [Order::Contiguous, Order::Transposed]
+        .map(|order| Case { order, ..case.clone() }.data::<f32>());
+    for set in instruction_sets() {
+        assert_eq!(rows.forward(set), packed.forward(set), "{set:?}");
+    }
+}
+
+/// Every key is the same one, of stride 0.
+#[test]
+fn expanded_keys_are_read_in_place() {
+    let mut case = Case::new(&[(9, 40)], 8);
+    (case.heads, case.kv_heads) = (1, 1);
+    let data = case.data::<f32>();
+    let row: Vec<f32> = (0..8).map(|i| i as f32 / 4.0 - 1.0).collect();
+    let keys = View::new(&row, 0, [40, 1, 8], [0, 8, 1]);
+    let attention = Attention { k: keys, v: keys, ..data.attention() };
+    for set in instruction_sets() {
+        let (mut out, mut lse) = (vec![f32::NAN; 72], vec![f32::NAN; 9]);
+        forward_with(set, &attention, &mut out, &mut lse);
+        for found in out.chunks(8) {
+            assert!(found.iter().zip(&row).all(|(x, y)| (x - y).abs() < 1e-6), "{set:?} {found:?}");
+        }
+    }
+}
+
 /// NaN in q, k or v of one segment makes exactly that segment's rows NaN.
 #[rstest]
 fn nan_stays_in_its_segment(
     #[values(0, 1, 2)] tensor: usize,
-    #[values(20, 40)] length: usize,
+    // Read where they lie; packed; packed for several threads.
+    #[values(20, 40, 200, 700)] length: usize,
     #[values(0, 19)] token: usize,
 ) {
     let case = Case { heads: 1, kv_heads: 1, ..Case::new(&[(length, length); 3], 8) };

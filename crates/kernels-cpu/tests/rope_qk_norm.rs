@@ -190,8 +190,10 @@ fn every_type_and_order(
     #[values(Order::Contiguous, Order::Gaps, Order::Transposed, Order::Flipped)] order: Order,
     #[values(Norm::Absent, Norm::Input, Norm::F32)] norm: Norm,
     #[values(false, true)] rotates: bool,
+    // Some together and one left over.
+    #[values(2, 5)] heads: usize,
 ) {
-    let shape = [6, 2, 24];
+    let shape = [6, heads, 24];
     Case::<f32>::new(shape, order, norm, rotates).check();
     Case::<f64>::new(shape, order, norm, rotates).check();
     Case::<f16>::new(shape, order, norm, rotates).check();
@@ -202,6 +204,34 @@ fn every_type_and_order(
 #[rstest]
 fn every_length(#[values(0, 1, 700)] tokens: usize) {
     Case::<f32>::new([tokens, 4, 64], Order::Contiguous, Norm::Input, true).check();
+}
+
+#[test]
+fn rows_without_elements_are_none() {
+    let x = View::<f32>::contiguous(&[], [3, 2, 0]);
+    for set in instruction_sets() {
+        forward_with(set, &x, None, None, ViewMut::contiguous(&mut [], [3, 2, 0]));
+        let d_input = ViewMut::contiguous(&mut [], [3, 2, 0]);
+        let gradients = GradientBuffers::Separate { d_out: x, d_input };
+        assert!(backward_with(set, &x, None, None, gradients).is_empty());
+    }
+}
+
+/// Every head is the same one, of stride 0.
+#[test]
+fn expanded_heads_are_read_in_place() {
+    let case = Case::<f32>::new([2, 1, 24], Order::Contiguous, Norm::Input, true);
+    let (norm, tables, one) = (case.norm(), case.tables(), case.expected());
+    let x: Vec<f32> = case.x.values.iter().map(|&x| x as f32).collect();
+    let x = View::new(&x, 0, [2, 5, 24], [24, 0, 1]);
+    for set in instruction_sets() {
+        let mut out = vec![f32::NAN; 2 * 5 * 24];
+        let target = ViewMut::contiguous(&mut out, [2, 5, 24]);
+        forward_with(set, &x, norm.as_ref(), tables.as_ref(), target);
+        for (row, found) in out.chunks(24).enumerate() {
+            assert_close("out", found, &one[row / 5 * 24..][..24], 1e-6);
+        }
+    }
 }
 
 #[test]

@@ -10,7 +10,6 @@ mod classifier;
 mod data;
 mod draw;
 mod random;
-pub mod terminal;
 
 pub use answer::{Answer, AnswerError, DigitReader};
 pub use batch::{DigitBatch, DigitLoader, Order};

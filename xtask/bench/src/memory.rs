@@ -77,8 +77,11 @@ unsafe impl GlobalAlloc for CountingAllocator {
 }
 
 /// The most bytes in use during a call, above those in use before it; `None` in programs whose allocator
-/// does not count. What other threads allocate meanwhile counts too.
+/// does not count. What other threads allocate meanwhile counts too, and so does memory that earlier calls
+/// left to be used again.
 pub fn peak_during<T>(call: impl FnOnce() -> T) -> (T, Option<usize>) {
+    #[cfg(feature = "flex")]
+    burn_vision_attention::release_memory();
     BYTES.peak_during(call)
 }
 

@@ -9,9 +9,10 @@ use rayon::prelude::*;
 use scratch::{Queries, Scratch, ScratchSizes};
 use tile::Pair;
 
-use super::blocks::{SHORT, pack, unpack};
+use super::blocks::{pack, unpack};
 use super::work::{Plan, Unit};
 use super::{Attention, Gradients, OutputGradient, Sizes};
+use crate::ahead::{Ahead, SHORT};
 use crate::aligned::Aligned;
 use crate::element::{Element, Real};
 use crate::simd::{InstructionSet, Kernels};
@@ -54,10 +55,11 @@ pub(super) fn backward<T: Element>(
     let mut splits = Vec::new();
     let mut tasks = Vec::new();
     for unit in &plan.units {
-        let parts = plan.parts(unit).min(unit.keys.len().div_ceil(tile));
+        let most = if unit.queries.is_empty() { 1 } else { unit.keys.len().div_ceil(tile) };
+        let parts = plan.parts(unit).min(most);
         if parts > 1 {
             let len = parts * unit.heads.len() * pass.q_len(unit);
-            splits.push(Split { unit, parts, d_q: Aligned::zeroed(len) });
+            splits.push(Split { unit, parts, d_q: Aligned::new(len) });
         } else {
             tasks.push(Task { unit, keys: 0..unit.keys.len(), d_q: None });
         }
@@ -71,13 +73,21 @@ pub(super) fn backward<T: Element>(
         }));
     }
     let sizes = ScratchSizes::new(&tasks);
+    let order: Vec<_> = tasks.iter().map(|task| (task.unit, task.keys.clone())).collect();
+    let run = |scratch: &mut Scratch<_>, (index, task): (usize, _)| {
+        scratch.tile.ahead.clear();
+        if let Some((unit, keys)) = order.get(index + 1) {
+            pass.look_ahead(unit, keys, &mut scratch.tile.ahead);
+        }
+        pass.run(task, scratch);
+        scratch.tile.ahead.all();
+    };
     if plan.is_serial() {
         let mut scratch = Scratch::new(&pass, &sizes);
-        tasks.into_iter().for_each(|task| pass.run(task, &mut scratch));
+        tasks.into_iter().enumerate().for_each(|task| run(&mut scratch, task));
     } else {
-        tasks
-            .into_par_iter()
-            .for_each_init(|| Scratch::new(&pass, &sizes), |scratch, task| pass.run(task, scratch));
+        let tasks = tasks.into_par_iter().enumerate();
+        tasks.for_each_init(|| Scratch::new(&pass, &sizes), run);
     }
     splits.iter_mut().for_each(|split| pass.gather(split));
 }
@@ -132,6 +142,24 @@ impl<T: Element> Pass<'_, T> {
         unit.queries.len().div_ceil(self.kernels.block) * self.kernels.block_len(head_dim)
     }
 
+    /// Asks for what a task reads and writes first, where all of that fits the second cache.
+    fn look_ahead(&self, unit: &Unit, keys: &Range<usize>, ahead: &mut Ahead) {
+        if keys.len() > SHORT || unit.queries.len() > SHORT {
+            return;
+        }
+        let Attention { q, k, v, .. } = self.attention;
+        let (queries, head, kv_head) = (&unit.queries, unit.heads.start, unit.kv_head);
+        let keys = unit.keys.start + keys.start..unit.keys.start + keys.end;
+        ahead.write(&self.d_v, &keys, kv_head);
+        ahead.write(&self.d_k, &keys, kv_head);
+        ahead.write(&self.d_q, queries, head);
+        ahead.read(&self.output.out, queries, head);
+        ahead.read(&self.output.d_out, queries, head);
+        ahead.read(q, queries, head);
+        ahead.read(v, &keys, kv_head);
+        ahead.read(k, &keys, kv_head);
+    }
+
     fn run(&self, task: Task<'_, T::Compute>, scratch: &mut Scratch<T::Compute>) {
         let Task { unit, keys, mut d_q } = task;
         let Scratch { queries, keys: own, tile, staging } = scratch;
@@ -140,10 +168,6 @@ impl<T: Element> Pass<'_, T> {
         let (k, v) = (&self.attention.k, &self.attention.v);
         pack(kernels, k, unit.kv_head, tokens.clone(), one, &mut own.k, staging);
         pack(kernels, v, unit.kv_head, tokens.clone(), one, &mut own.v, staging);
-        if keys.len() <= SHORT {
-            self.d_k.prefetch(tokens.clone(), unit.kv_head);
-            self.d_v.prefetch(tokens.clone(), unit.kv_head);
-        }
         let Sizes { head_dim, value_dim, .. } = self.attention.sizes();
         let blocks = keys.len().div_ceil(kernels.block);
         own.d_k[..blocks * kernels.block_len(head_dim)].fill(Real::ZERO);
@@ -192,13 +216,13 @@ impl<T: Element> Pass<'_, T> {
         let OutputGradient { out, lse, d_out, d_lse } = self.output;
         let factor = Real::from_f64(self.attention.options.score_factor());
         let tokens = &unit.queries;
-        if tokens.len() <= SHORT {
-            self.d_q.prefetch(tokens.clone(), head);
-            out.prefetch(tokens.clone(), head + 1);
-        }
         let (q, one) = (&self.attention.q, T::Compute::ONE);
         pack(kernels, q, head, tokens.clone(), factor, &mut queries.q, staging);
         pack(kernels, d_out, head, tokens.clone(), one, &mut queries.d_out, staging);
+        let padded = tokens.len().next_multiple_of(kernels.block);
+        for row in [&mut queries.lse, &mut queries.delta] {
+            row[tokens.len()..padded].fill(Real::ZERO);
+        }
         let (out_row, rest) = staging.split_at_mut(value_dim);
         // A block has at least two tokens, so that there is room for two rows.
         let d_out_row = &mut rest[..value_dim];
@@ -252,7 +276,7 @@ impl<T: Element> Pass<'_, T> {
                 }
             }
             let [_, _, dim] = self.d_q.shape();
-            let mut staging = Aligned::zeroed(dim * self.kernels.block);
+            let mut staging = Aligned::new(dim * self.kernels.block);
             self.write_d_q(unit, unit.heads.start + index, sum, &mut staging);
         });
     }

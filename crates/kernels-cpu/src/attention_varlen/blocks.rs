@@ -6,9 +6,6 @@ use crate::element::{Element, Real};
 use crate::simd::{Kernels, Transpose};
 use crate::view::{Out, View, write_row};
 
-/// Tokens whose rows are prefetched for the next head: they fit the second cache.
-pub(super) const SHORT: usize = 256;
-
 /// Packs `tokens` of one head into blocks, times `factor`. Tokens and elements that pad the blocks are
 /// zero. `staging` has room for the rows of a block.
 pub(crate) fn pack<T: Element>(
@@ -22,16 +19,10 @@ pub(crate) fn pack<T: Element>(
 ) {
     let [_, _, dim] = view.shape();
     let block_len = kernels.block_len(dim);
-    // The rows of the next head lie beside these and are the next to be packed; they are too short for
-    // the hardware to see that.
-    let soon = tokens.len() <= SHORT;
     for (start, block) in
         tokens.clone().step_by(kernels.block).zip(blocks.chunks_exact_mut(block_len))
     {
         let tokens = start..(start + kernels.block).min(tokens.end);
-        if soon {
-            view.prefetch(tokens.clone(), head + 1);
-        }
         let (rows, stride) = view.rows(tokens.clone(), head, staging);
         if tokens.len() < kernels.block {
             block.fill(T::Compute::ZERO);

@@ -7,15 +7,19 @@ use rayon::prelude::*;
 use super::blocks::{pack, unpack};
 use super::work::{Plan, Unit};
 use super::{Attention, Sizes};
+use crate::ahead::{Ahead, SHORT};
 use crate::aligned::Aligned;
 use crate::element::{Element, Real};
-use crate::simd::{Across, Along, InstructionSet, Kernels, Softcap, Softmax};
+use crate::simd::{Across, Along, InstructionSet, Kernels, Softcap, Softmax, Tokens};
 use crate::view::{Out, View, ViewMut};
 
 /// Queries that stream past the keys together, so that keys come from a far cache once for all of them.
 const TILE_QUERIES: usize = 256;
 /// Keys per step of the online softmax: their scores against one block stay in the first cache.
 const TILE_KEYS: usize = 128;
+
+/// Up to so many queries that share keys and values, packing those costs more than it saves.
+const FEW_QUERIES: usize = 128;
 
 /// The query tiles of one head of one unit, with packed keys and values where they are shared.
 struct Task<'a, C> {
@@ -30,6 +34,12 @@ struct Task<'a, C> {
 struct Packed<C> {
     k: Aligned<C>,
     v: Aligned<C>,
+}
+
+/// Keys and values as the products read them.
+struct KeyTokens<'a, C> {
+    k: Tokens<'a, C>,
+    v: Tokens<'a, C>,
 }
 
 pub(super) fn forward<T: Element>(
@@ -72,11 +82,14 @@ pub(super) fn forward<T: Element>(
     }
     if plan.is_serial() {
         let mut scratch = Scratch::new(&pass, &tasks);
-        tasks.iter().for_each(|task| pass.run(task, &mut scratch));
+        for (index, task) in tasks.iter().enumerate() {
+            pass.run(task, tasks.get(index + 1), &mut scratch);
+        }
     } else {
-        tasks
-            .par_iter()
-            .for_each_init(|| Scratch::new(&pass, &tasks), |scratch, task| pass.run(task, scratch));
+        tasks.par_iter().enumerate().for_each_init(
+            || Scratch::new(&pass, &tasks),
+            |scratch, (index, task)| pass.run(task, tasks.get(index + 1), scratch),
+        );
     }
 }
 
@@ -92,9 +105,16 @@ struct Scratch<C> {
     /// Keys and values of the unit at hand, where they are not shared.
     packed: Packed<C>,
     blocks: Vec<QueryBlock<C>>,
+    tile: Tile<C>,
+    staging: Aligned<C>,
+}
+
+/// A tile of keys against a block of queries.
+struct Tile<C> {
+    /// `[keys][queries of the block]`.
     scores: Aligned<C>,
     correction: Aligned<C>,
-    staging: Aligned<C>,
+    ahead: Ahead,
 }
 
 /// A block of queries and what has been accumulated for it.
@@ -108,23 +128,28 @@ struct QueryBlock<C> {
 impl<C: Real> Scratch<C> {
     fn new<T: Element<Compute = C>>(pass: &Pass<'_, T>, tasks: &[Task<'_, C>]) -> Self {
         let (kernels, sizes) = (pass.kernels, pass.attention.sizes());
-        let own = tasks.iter().filter(|task| task.packed.is_none());
-        let keys = own.map(|task| task.unit.keys.len()).max().unwrap_or(0);
+        let packs = |task: &&Task<'_, C>| {
+            task.packed.is_none() && pass.rows_in_place(task).iter().any(Option::is_none)
+        };
+        let keys = tasks.iter().filter(packs).map(|task| task.unit.keys.len()).max().unwrap_or(0);
         let queries = tasks.iter().map(|task| task.queries.len()).max().unwrap_or(0);
         let queries = queries.min(TILE_QUERIES);
         let block = kernels.block;
         let query_block = || QueryBlock {
-            q: Aligned::zeroed(kernels.block_len(sizes.head_dim)),
-            out: Aligned::zeroed(kernels.block_len(sizes.value_dim)),
-            max: Aligned::zeroed(block),
-            sum: Aligned::zeroed(block),
+            q: Aligned::new(kernels.block_len(sizes.head_dim)),
+            out: Aligned::new(kernels.block_len(sizes.value_dim)),
+            max: Aligned::new(block),
+            sum: Aligned::new(block),
         };
         Self {
             packed: Packed::new(kernels, &sizes, keys),
             blocks: (0..queries.div_ceil(block)).map(|_| query_block()).collect(),
-            scores: Aligned::zeroed(tile_keys(kernels) * block),
-            correction: Aligned::zeroed(block),
-            staging: Aligned::zeroed(sizes.head_dim.max(sizes.value_dim) * block),
+            tile: Tile {
+                scores: Aligned::new(tile_keys(kernels) * block),
+                correction: Aligned::new(block),
+                ahead: Ahead::default(),
+            },
+            staging: Aligned::new(sizes.head_dim.max(sizes.value_dim) * block),
         }
     }
 }
@@ -133,9 +158,13 @@ impl<C: Real> Packed<C> {
     fn new(kernels: &Kernels<C>, sizes: &Sizes, keys: usize) -> Self {
         let blocks = keys.div_ceil(kernels.block);
         Self {
-            k: Aligned::zeroed(blocks * kernels.block_len(sizes.head_dim)),
-            v: Aligned::zeroed(blocks * kernels.block_len(sizes.value_dim)),
+            k: Aligned::new(blocks * kernels.block_len(sizes.head_dim)),
+            v: Aligned::new(blocks * kernels.block_len(sizes.value_dim)),
         }
+    }
+
+    fn tokens(&self) -> KeyTokens<'_, C> {
+        KeyTokens { k: Tokens::Blocks(&self.k), v: Tokens::Blocks(&self.v) }
     }
 }
 
@@ -171,7 +200,7 @@ impl<T: Element> Pass<'_, T> {
             .par_chunks_mut(BLOCKS * self.kernels.block_len(dim))
             .zip(unit.keys.clone().into_par_iter().step_by(tokens))
             .for_each_init(
-                || Aligned::zeroed(dim * self.kernels.block),
+                || Aligned::new(dim * self.kernels.block),
                 |staging, (blocks, start)| {
                     let keys = start..(start + tokens).min(unit.keys.end);
                     pack(self.kernels, view, unit.kv_head, keys, Real::ONE, blocks, staging);
@@ -179,28 +208,82 @@ impl<T: Element> Pass<'_, T> {
             );
     }
 
-    fn run(&self, task: &Task<'_, T::Compute>, scratch: &mut Scratch<T::Compute>) {
-        let Scratch { packed: own, blocks, scores, correction, staging } = scratch;
+    /// Asks for what a task reads and writes first, where all of that fits the second cache.
+    fn look_ahead(&self, task: &Task<'_, T::Compute>, ahead: &mut Ahead) {
+        let Task { unit, heads, queries, packed: None } = task else { return };
+        if unit.keys.len() > SHORT || queries.len() > SHORT {
+            return;
+        }
+        let Attention { q, k, v, .. } = self.attention;
+        let queries = unit.queries.start + queries.start..unit.queries.start + queries.end;
+        ahead.write(&self.out, &queries, heads.start);
+        ahead.read(q, &queries, heads.start);
+        ahead.read(v, &unit.keys, unit.kv_head);
+        ahead.read(k, &unit.keys, unit.kv_head);
+    }
+
+    fn run(
+        &self,
+        task: &Task<'_, T::Compute>,
+        next: Option<&Task<'_, T::Compute>>,
+        scratch: &mut Scratch<T::Compute>,
+    ) {
+        let Scratch { packed: own, blocks, tile, staging } = scratch;
+        tile.ahead.clear();
+        if let Some(next) = next {
+            self.look_ahead(next, &mut tile.ahead);
+        }
         let unit = task.unit;
-        let packed = match task.packed {
-            Some(packed) => packed,
-            None => {
-                let one = T::Compute::ONE;
-                let Attention { k, v, .. } = self.attention;
-                let keys = &unit.keys;
-                pack(self.kernels, k, unit.kv_head, keys.clone(), one, &mut own.k, staging);
-                pack(self.kernels, v, unit.kv_head, keys.clone(), one, &mut own.v, staging);
-                own
-            }
+        let keys = match task.packed {
+            Some(packed) => packed.tokens(),
+            None => self.own_keys(task, own, staging),
         };
         for head in task.heads.clone() {
             for start in task.queries.clone().step_by(TILE_QUERIES) {
                 let queries = start..(start + TILE_QUERIES).min(task.queries.end);
                 self.begin(unit, head, &queries, blocks, staging);
-                self.attend(unit, &queries, packed, blocks, scores, correction);
+                self.attend(unit, &queries, &keys, blocks, tile);
                 self.finish(unit, head, &queries, blocks, staging);
             }
         }
+        tile.ahead.all();
+    }
+
+    /// Keys and values for a task alone: packed, or where they lie if that pays.
+    fn own_keys<'b>(
+        &'b self,
+        task: &Task<'_, T::Compute>,
+        own: &'b mut Packed<T::Compute>,
+        staging: &mut [T::Compute],
+    ) -> KeyTokens<'b, T::Compute> {
+        let unit = task.unit;
+        let Packed { k: k_blocks, v: v_blocks } = own;
+        let Attention { k, v, .. } = self.attention;
+        let [k_rows, v_rows] = self.rows_in_place(task);
+        let [k, v] = [(k, k_rows, k_blocks), (v, v_rows, v_blocks)].map(|(view, rows, blocks)| {
+            rows.unwrap_or_else(|| {
+                let (head, keys, one) = (unit.kv_head, unit.keys.clone(), T::Compute::ONE);
+                pack(self.kernels, view, head, keys, one, blocks, staging);
+                Tokens::Blocks(blocks)
+            })
+        });
+        KeyTokens { k, v }
+    }
+
+    /// Keys and values of a task, those that it reads where they lie.
+    fn rows_in_place(
+        &self,
+        Task { unit, heads, queries, .. }: &Task<'_, T::Compute>,
+    ) -> [Option<Tokens<'_, T::Compute>>; 2] {
+        let few = heads.len() * queries.len() <= FEW_QUERIES;
+        let Attention { k, v, .. } = self.attention;
+        let [k, v] = [k, v].map(|view| {
+            let rows = view.rows_in_place(unit.keys.clone(), unit.kv_head).filter(|_| few);
+            rows.map(|(rows, stride)| Tokens::Rows(rows, stride))
+        });
+        // Products with v run over whole panels of elements.
+        let whole = self.attention.sizes().value_dim.is_multiple_of(self.kernels.panel);
+        [k, v.filter(|_| whole)]
     }
 
     /// Loads a tile of queries.
@@ -216,7 +299,6 @@ impl<T: Element> Pass<'_, T> {
         for (queries, block) in in_blocks(queries, self.kernels.block).zip(blocks) {
             let tokens = unit.queries.start + queries.start..unit.queries.start + queries.end;
             let q = &self.attention.q;
-            self.out.prefetch(tokens.clone(), head);
             pack(self.kernels, q, head, tokens, factor, &mut block.q, staging);
             block.out.fill(Real::ZERO);
             block.max.fill(Real::NEG_INFINITY);
@@ -229,40 +311,41 @@ impl<T: Element> Pass<'_, T> {
         &self,
         unit: &Unit,
         queries: &Range<usize>,
-        packed: &Packed<T::Compute>,
+        keys: &KeyTokens<'_, T::Compute>,
         blocks: &mut [QueryBlock<T::Compute>],
-        scores: &mut [T::Compute],
-        correction: &mut [T::Compute],
+        tile: &mut Tile<T::Compute>,
     ) {
+        let Tile { scores, correction, ahead } = tile;
         let (kernels, sizes) = (self.kernels, self.attention.sizes());
-        let (block, tile) = (kernels.block, tile_keys(kernels));
+        let (block, step) = (kernels.block, tile_keys(kernels));
         let [k_len, v_len] = [sizes.head_dim, sizes.value_dim].map(|dim| kernels.block_len(dim));
         let softcap = self.attention.options.log2_softcap();
         let seen = unit.band.seen_by_some(queries);
-        for tile_start in (seen.start - seen.start % tile..seen.end).step_by(tile) {
+        for tile_start in (seen.start - seen.start % step..seen.end).step_by(step) {
             for (queries, state) in in_blocks(queries, block).zip(blocks.iter_mut()) {
                 let seen = unit.band.seen_by_some(&queries);
-                let keys = seen.start.max(tile_start)..seen.end.min(tile_start + tile);
-                if keys.is_empty() {
+                let here = seen.start.max(tile_start)..seen.end.min(tile_start + step);
+                if here.is_empty() {
                     continue;
                 }
-                let rows = keys.start - tile_start..keys.end - tile_start;
+                let rows = here.start - tile_start..here.end - tile_start;
                 let lanes = queries.len();
                 for (first, rows) in rows_by_block(&rows, block, kernels.panel) {
                     (kernels.along)(Along {
-                        a: &packed.k[(tile_start + first) / block * k_len..][..k_len],
+                        a: keys.k.from(tile_start + first, block, k_len),
                         b: &state.q,
                         dim: sizes.head_dim,
                         out: &mut scores[first * block..],
                         rows,
                         lanes,
+                        ahead,
                     });
                 }
                 let visible = &mut scores[rows.start * block..rows.end * block];
                 if let Some(cap) = softcap {
                     (kernels.softcap)(Softcap { scores: visible, cap: Real::from_f64(cap) });
                 }
-                unit.band.mask(visible, block, &keys, &queries, Real::NEG_INFINITY);
+                unit.band.mask(visible, block, &here, &queries, Real::NEG_INFINITY);
                 (kernels.softmax)(Softmax {
                     scores: visible,
                     max: &mut state.max,
@@ -273,11 +356,12 @@ impl<T: Element> Pass<'_, T> {
                 (kernels.across)(Across {
                     out: &mut state.out,
                     scale: Some(correction),
-                    a: &packed.v[tile_start / block * v_len..],
+                    a: keys.v.from(tile_start, block, v_len),
                     b: scores,
                     dim: kernels.padded(sizes.value_dim),
                     rows,
                     lanes,
+                    ahead,
                 });
             }
         }

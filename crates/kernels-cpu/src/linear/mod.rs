@@ -212,9 +212,9 @@ impl<T: Element> Projection<'_, T> {
         let head_dim = heads.map(|(head_dim, _)| head_dim).max().unwrap_or(0);
         let head = (1 + NormRotation::<T>::STAGING) * head_dim;
         Scratch {
-            rows: Aligned::zeroed(rows.next_multiple_of(kernels.rows) * inputs),
-            tile: Aligned::zeroed(kernels.rows * kernels.block),
-            staging: Aligned::zeroed(pack::staging_len(kernels, inputs).max(head)),
+            rows: Aligned::new(rows.next_multiple_of(kernels.rows) * inputs),
+            tile: Aligned::new(kernels.rows * kernels.block),
+            staging: Aligned::new(pack::staging_len(kernels, inputs).max(head)),
         }
     }
 

@@ -13,8 +13,8 @@ use crate::view::View;
 /// Columns of a row that are transposed at a time: with their rows they fit the first cache.
 const COLUMNS: usize = 64;
 
-/// A weight `[inputs, 1, outputs]` in panels of `block` columns, `[panels][inputs][block]`, padded with
-/// zeros.
+/// A weight `[inputs, 1, outputs]` in panels of `block` columns, `[panels][padded inputs][block]`. Columns
+/// beyond the last are zeros; rows beyond the inputs hold anything, and no product reads them.
 pub(super) fn weight<T: Element>(
     kernels: &Kernels<T::Compute>,
     weight: &View<'_, T>,
@@ -23,7 +23,7 @@ pub(super) fn weight<T: Element>(
     const PANELS: usize = 8;
     let [inputs, _, outputs] = weight.shape();
     let (block, panel_len) = (kernels.block, kernels.block_len(inputs));
-    let mut panels = Aligned::zeroed(outputs.div_ceil(block) * panel_len);
+    let mut panels = Aligned::new(outputs.div_ceil(block) * panel_len);
     if panel_len == 0 {
         return panels;
     }
@@ -31,6 +31,8 @@ pub(super) fn weight<T: Element>(
     panels.par_chunks_mut(PANELS * panel_len).enumerate().for_each(|(index, panels)| {
         let start = index * PANELS * block;
         let columns = start..(start + panels.len() / panel_len * block).min(outputs);
+        let padding = columns.len() / block * panel_len..;
+        panels[padding].fill(Real::ZERO);
         if inputs > 0 && weight.row(0, 0).is_none() {
             let mut staging = vec![Real::ZERO; inputs * block];
             let one = T::Compute::ONE;

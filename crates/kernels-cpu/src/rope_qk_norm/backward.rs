@@ -4,7 +4,7 @@ use std::sync::Mutex;
 
 use super::{RmsNorm, RotaryTables, widened_weight};
 use crate::element::{Element, Real};
-use crate::simd::{InstructionSet, NormRotateBackward, RowNorm};
+use crate::simd::{HeadRows, InstructionSet, Kernels, NormRotateBackward, RowNorm};
 use crate::view::{Out, View};
 
 pub(super) fn backward<T: Element>(
@@ -16,63 +16,22 @@ pub(super) fn backward<T: Element>(
     d_input: Out<'_, T>,
 ) -> Vec<T::Compute> {
     let zero = <T::Compute as Real>::ZERO;
-    let kernels = T::Compute::kernels(set);
     let [tokens, heads, dim] = x.shape();
     let weight = norm.map(widened_weight);
-    let row_norm = norm.zip(weight.as_ref()).map(|(norm, (weight, _))| RowNorm {
+    let norm = norm.zip(weight.as_ref()).map(|(norm, (weight, _))| RowNorm {
         weight: Some(weight.as_slice()),
         epsilon: Real::from_f64(norm.epsilon),
     });
     let weight_len = if norm.is_some() { dim } else { 0 };
+    let pass = Pass { kernels: T::Compute::kernels(set), x, norm, tables, d_out, d_input };
     let partial_sums = Mutex::new(Vec::new());
     super::over_tokens(tokens, heads * dim, |chunk, tokens| {
         let mut staging = vec![zero; 3 * dim];
-        let (tables_staging, staging) = staging.split_at_mut(dim);
-        let (from, staging) = staging.split_at_mut(dim);
         let mut d_weight = vec![zero; weight_len];
-        for token in tokens {
-            let tables = super::table_rows(tables, token, dim, tables_staging);
-            for head in 0..heads {
-                let next = token + 1..(token + 2).min(x.shape()[0]);
-                if row_norm.is_some() {
-                    x.prefetch(next.clone(), head);
-                }
-                d_input.prefetch(next, head);
-                // SAFETY: every token and head is visited once, by one task.
-                let target = unsafe { d_input.row(token, head) };
-                let x = match row_norm {
-                    Some(_) => x.compute_row(token, head, from),
-                    None => &[],
-                };
-                let mut run = |gradient: &mut [T::Compute]| {
-                    let d_weight = &mut d_weight;
-                    let norm = row_norm;
-                    let args = NormRotateBackward { x, gradient, norm, tables, d_weight };
-                    (kernels.norm_rotate_backward)(args);
-                };
-                match T::as_compute_mut(target) {
-                    Some(gradient) => {
-                        if let Some(d_out) = &d_out {
-                            d_out.read(token, head, gradient);
-                        }
-                        run(gradient);
-                    }
-                    None => {
-                        match &d_out {
-                            Some(d_out) => d_out.read(token, head, staging),
-                            None => T::widen_all(target, staging),
-                        }
-                        run(staging);
-                        T::narrow_all(staging, target);
-                    }
-                }
-            }
-        }
+        tokens.for_each(|token| pass.token(token, &mut d_weight, &mut staging));
         if weight_len > 0 {
-            partial_sums
-                .lock()
-                .expect("no task panics while it holds the lock")
-                .push((chunk, d_weight));
+            let mut sums = partial_sums.lock().expect("no task panics while it holds the lock");
+            sums.push((chunk, d_weight));
         }
     });
     let mut partial_sums = partial_sums.into_inner().expect("no task panicked");
@@ -84,4 +43,63 @@ pub(super) fn backward<T: Element>(
         }
     }
     d_weight
+}
+
+struct Pass<'a, T: Element> {
+    kernels: &'static Kernels<T::Compute>,
+    x: &'a View<'a, T>,
+    norm: Option<RowNorm<'a, T::Compute>>,
+    tables: Option<&'a RotaryTables<'a>>,
+    /// In `d_input` where absent.
+    d_out: Option<View<'a, T>>,
+    d_input: Out<'a, T>,
+}
+
+impl<T: Element> Pass<'_, T> {
+    /// Adds to `d_weight`; `staging` has room for three rows. Each token is visited once, by one task.
+    fn token(&self, token: usize, d_weight: &mut [T::Compute], staging: &mut [T::Compute]) {
+        let [tokens, heads, dim] = self.x.shape();
+        let (tables, staging) = staging.split_at_mut(dim);
+        let tables = super::table_rows(self.tables, token, dim, tables);
+        let (kernels, norm) = (self.kernels, self.norm);
+        let mut run = |x: HeadRows<&[_]>, gradient: HeadRows<&mut [_]>, heads| {
+            let d_weight = &mut *d_weight;
+            let args = NormRotateBackward { x, gradient, heads, dim, norm, tables, d_weight };
+            (kernels.norm_rotate_backward)(args);
+        };
+        let next = token + 1..(token + 2).min(tokens);
+        for head in 0..heads {
+            if norm.is_some() {
+                self.x.prefetch(next.clone(), head);
+            }
+            self.d_input.prefetch(next.clone(), head);
+        }
+        // SAFETY: this token is visited once, by one task.
+        let gradient = unsafe { self.d_input.heads(token) }.and_then(T::as_compute_mut);
+        if let Some(((x, stride), gradient)) = self.x.heads_in_place(token).zip(gradient) {
+            if let Some(d_out) = &self.d_out {
+                for (head, row) in gradient.chunks_exact_mut(dim).enumerate() {
+                    d_out.read(token, head, row);
+                }
+            }
+            let (x, gradient) =
+                (HeadRows { elements: x, stride }, HeadRows { elements: gradient, stride: dim });
+            return run(x, gradient, heads);
+        }
+        let (from, staging) = staging.split_at_mut(dim);
+        for head in 0..heads {
+            // SAFETY: as above.
+            let target = unsafe { self.d_input.row(token, head) };
+            let x = match norm {
+                Some(_) => self.x.compute_row(token, head, from),
+                None => &[],
+            };
+            match &self.d_out {
+                Some(d_out) => d_out.read(token, head, staging),
+                None => T::widen_all(target, staging),
+            }
+            run(HeadRows::one(x), HeadRows::one(&mut *staging), 1);
+            T::narrow_all(staging, target);
+        }
+    }
 }

@@ -4,7 +4,7 @@ use std::ops::Range;
 
 use super::{RmsNorm, RotaryTables, widened_weight};
 use crate::element::{Element, Real};
-use crate::simd::{InstructionSet, Kernels, NormRotate, RowNorm};
+use crate::simd::{HeadRows, InstructionSet, Kernels, NormRotate, RowNorm};
 use crate::view::{Out, View};
 
 pub(super) fn forward<T: Element>(
@@ -21,8 +21,15 @@ pub(super) fn forward<T: Element>(
         let mut staging = vec![zero; (1 + NormRotation::<T>::STAGING) * dim];
         let (from, staging) = staging.split_at_mut(dim);
         for token in tokens {
+            let next = token + 1..(token + 2).min(x.shape()[0]);
+            (0..heads).for_each(|head| x.prefetch(next.clone(), head));
+            // SAFETY: every token is visited once, by one task.
+            let target = unsafe { out.heads(token) }.and_then(T::as_compute_mut);
+            if let Some((source, target)) = x.heads_in_place(token).zip(target) {
+                rotation.heads(token, source, (target, dim), heads, staging);
+                continue;
+            }
             for head in 0..heads {
-                x.prefetch(token + 1..(token + 2).min(x.shape()[0]), head);
                 // SAFETY: every token and head is visited once, by one task.
                 let target = unsafe { out.row(token, head) };
                 rotation.row(token, x.compute_row(token, head, from), target, staging);
@@ -81,6 +88,26 @@ impl<'a, T: Element> NormRotation<'a, T> {
         Self { norm: self.norm.clone(), tables, ..*self }
     }
 
+    /// Norm and rotation of the heads of a token, each with its distance to the next.
+    fn heads(
+        &self,
+        token: usize,
+        (x, x_stride): (&[T::Compute], usize),
+        (out, out_stride): (&mut [T::Compute], usize),
+        heads: usize,
+        staging: &mut [T::Compute],
+    ) {
+        let dim = self.head_dim;
+        let tables = super::table_rows(self.tables.as_ref(), token, dim, staging);
+        let norm = self.norm.as_ref();
+        let norm = norm.map(|norm| RowNorm { weight: Some(&norm.weight), epsilon: norm.epsilon });
+        let (x, out) = (
+            HeadRows { elements: x, stride: x_stride },
+            HeadRows { elements: out, stride: out_stride },
+        );
+        (self.kernels.norm_rotate)(NormRotate { x, out, heads, dim, norm, tables });
+    }
+
     /// Norm and rotation of the elements of one head.
     pub(crate) fn row(
         &self,
@@ -89,29 +116,29 @@ impl<'a, T: Element> NormRotation<'a, T> {
         target: &mut [T],
         staging: &mut [T::Compute],
     ) {
+        if let Some(out) = T::as_compute_mut(target) {
+            self.heads(token, (source, 0), (out, 0), 1, staging);
+            return;
+        }
         let dim = source.len();
         let (tables_staging, staging) = staging.split_at_mut(dim);
         let tables = super::table_rows(self.tables.as_ref(), token, dim, tables_staging);
-        let norm = self.norm.as_ref();
-        let row_norm =
-            norm.map(|norm| RowNorm { weight: Some(&norm.weight), epsilon: norm.epsilon });
-        if let Some(out) = T::as_compute_mut(target) {
-            (self.kernels.norm_rotate)(NormRotate { x: source, out, norm: row_norm, tables });
-            return;
-        }
         let (normal, rest) = staging.split_at_mut(dim);
-        let to = &mut rest[..dim];
-        let source = match row_norm.zip(norm) {
-            Some((row_norm, norm)) => {
-                let plain = Some(RowNorm { weight: None, ..row_norm });
-                let args = NormRotate { x: source, out: normal, norm: plain, tables: None };
-                (self.kernels.norm_rotate)(args);
+        let run = |x: &[_], out: &mut [_], norm, tables| {
+            let (x, out) = (HeadRows::one(x), HeadRows::one(out));
+            (self.kernels.norm_rotate)(NormRotate { x, out, heads: 1, dim, norm, tables });
+        };
+        let source = match &self.norm {
+            Some(norm) => {
+                let plain = RowNorm { weight: None, epsilon: norm.epsilon };
+                run(source, &mut *normal, Some(plain), None);
                 weigh(normal, &norm.weight, norm.rounds, target);
                 &*normal
             }
             None => source,
         };
-        (self.kernels.norm_rotate)(NormRotate { x: source, out: to, norm: None, tables });
+        let to = &mut rest[..dim];
+        run(source, &mut *to, None, tables);
         T::narrow_all(to, target);
     }
 }

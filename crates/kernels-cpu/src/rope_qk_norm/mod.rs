@@ -172,7 +172,10 @@ fn widened_weight<T: Element>(norm: &RmsNorm<'_, T>) -> (Vec<T::Compute>, bool) 
 fn over_tokens(tokens: usize, width: usize, task: impl Fn(usize, Range<usize>) + Sync) {
     /// Elements of a chunk.
     const CHUNK: usize = 1 << 15;
-    let size = (CHUNK / width.max(1)).max(1);
+    if width == 0 {
+        return;
+    }
+    let size = (CHUNK / width).max(1);
     let run = |chunk: usize| task(chunk, chunk * size..(chunk * size + size).min(tokens));
     let chunks = tokens.div_ceil(size);
     if chunks <= 2 {

@@ -10,7 +10,9 @@ use std::ops::Range;
 
 use super::product::Product;
 use super::rows::{NormRotate, NormRotateBackward};
+use super::scores::{ScoreGradient, Softcap, Softmax};
 use super::vector::Vector;
+use crate::ahead::Ahead;
 use crate::element::Real;
 
 /// The inner loops for one instruction set and compute type.
@@ -48,9 +50,28 @@ impl<C> Kernels<C> {
     }
 }
 
-/// `out[r][lane] = sum over d of a[d][r] * b[d][lane]`: the tokens of block `a` against those of `b`.
+/// Tokens whose elements are read one number at a time.
+#[derive(Clone, Copy)]
+pub(crate) enum Tokens<'a, C> {
+    /// Block after block.
+    Blocks(&'a [C]),
+    /// Rows so far apart.
+    Rows(&'a [C], usize),
+}
+
+impl<C> Tokens<'_, C> {
+    /// Those from `token` on, which begins a block of `block` tokens and `block_len` numbers.
+    pub(crate) fn from(self, token: usize, block: usize, block_len: usize) -> Self {
+        match self {
+            Self::Blocks(blocks) => Self::Blocks(&blocks[token / block * block_len..]),
+            Self::Rows(rows, stride) => Self::Rows(&rows[token * stride..], stride),
+        }
+    }
+}
+
+/// `out[r][lane] = sum over d of a[r][d] * b[d][lane]`: the first block of tokens `a` against block `b`.
 pub(crate) struct Along<'a, C> {
-    pub(crate) a: &'a [C],
+    pub(crate) a: Tokens<'a, C>,
     pub(crate) b: &'a [C],
     pub(crate) dim: usize,
     pub(crate) out: &'a mut [C],
@@ -59,20 +80,22 @@ pub(crate) struct Along<'a, C> {
     pub(crate) rows: Range<usize>,
     /// Lanes of `b` in use.
     pub(crate) lanes: usize,
+    pub(crate) ahead: &'a mut Ahead,
 }
 
-/// `out[d][lane] = out[d][lane] * scale[lane] + sum over r in rows of a[d][r] * b[r][lane]`, where `a`
-/// are consecutive blocks of tokens `r`, and `b` has a row of one block for each of these tokens.
+/// `out[d][lane] = out[d][lane] * scale[lane] + sum over r in rows of a[r][d] * b[r][lane]`, where `b` has
+/// a row of one block for each token `r` of `a`.
 pub(crate) struct Across<'a, C> {
     pub(crate) out: &'a mut [C],
     pub(crate) scale: Option<&'a [C]>,
-    pub(crate) a: &'a [C],
+    pub(crate) a: Tokens<'a, C>,
     pub(crate) b: &'a [C],
-    /// Padded dimension of `a` and `out`.
+    /// Padded dimension of `out` and of the blocks of `a`; rows must have as many elements.
     pub(crate) dim: usize,
     pub(crate) rows: Range<usize>,
     /// Lanes of `b` in use.
     pub(crate) lanes: usize,
+    pub(crate) ahead: &'a mut Ahead,
 }
 
 /// `to[c * to_stride + r] = from[r * from_stride + c]`.
@@ -84,34 +107,6 @@ pub(crate) struct Transpose<'a, C> {
     /// Of `from`.
     pub(crate) rows: usize,
     pub(crate) columns: usize,
-}
-
-/// One step of the online softmax: `scores` `[keys][block]` in units of log2 become weights, the
-/// running maximum and sum of each lane are brought up to date, and `correction` receives the factor for
-/// what was accumulated before.
-pub(crate) struct Softmax<'a, C> {
-    pub(crate) scores: &'a mut [C],
-    pub(crate) max: &'a mut [C],
-    pub(crate) sum: &'a mut [C],
-    pub(crate) correction: &'a mut [C],
-    pub(crate) lanes: usize,
-}
-
-/// `cap * tanh(score)` in place.
-pub(crate) struct Softcap<'a, C> {
-    pub(crate) scores: &'a mut [C],
-    pub(crate) cap: C,
-}
-
-/// From the scores `s` (log2) and the weights' gradients, both `[keys][block]`: the weights
-/// `p = 2^(s - lse)` in the place of the former, `p * (gradient - delta)` in that of the latter. With a
-/// softcap, scores come as the argument of its tanh and `softcap` is the cap in units of log2.
-pub(crate) struct ScoreGradient<'a, C> {
-    pub(crate) scores: &'a mut [C],
-    pub(crate) gradients: &'a mut [C],
-    pub(crate) lse: &'a [C],
-    pub(crate) delta: &'a [C],
-    pub(crate) softcap: Option<C>,
 }
 
 /// Runs `$body` with the constant `$n` set to the number of registers that `$lanes` lanes fill.
@@ -134,28 +129,31 @@ macro_rules! with_vectors {
     }};
 }
 
-/// The micro-kernel: `acc[i][j] += a[at(t, i)] * b[t][j]` for each step `t`, everything in registers.
+/// The micro-kernel: `acc[i][j] += *a(t, i) * b[t][j]` for each step `t`, everything in registers.
 ///
 /// # Safety
 ///
-/// `a` must be readable at every `at(t, i)`, `b` at `steps` rows of `V::BLOCK` numbers.
+/// Every `a(t, i)` must be readable, and `b` at `steps` rows of `V::BLOCK` numbers.
 #[inline(always)]
 unsafe fn accumulate<V: Vector, const PANEL: usize, const N: usize>(
     acc: &mut [[V; N]; PANEL],
-    a: *const V::Scalar,
-    at: impl Fn(usize, usize) -> usize,
+    a: impl Fn(usize, usize) -> *const V::Scalar,
     b: *const V::Scalar,
     steps: usize,
+    ahead: &mut Ahead,
 ) {
     for t in 0..steps {
+        if t.is_multiple_of(2) {
+            ahead.one();
+        }
         let mut row = [V::splat(V::Scalar::ZERO); N];
         for (j, vector) in row.iter_mut().enumerate() {
             // SAFETY: `t < steps` and `j` counts registers of the row.
             *vector = unsafe { V::load(b.add(t * V::BLOCK + j * V::LANES)) };
         }
         for (i, acc) in acc.iter_mut().enumerate() {
-            // SAFETY: the caller promises that `a` is readable here.
-            let factor = V::splat(unsafe { *a.add(at(t, i)) });
+            // SAFETY: the caller promises that this is readable.
+            let factor = V::splat(unsafe { *a(t, i) });
             for (acc, vector) in acc.iter_mut().zip(row) {
                 *acc = factor.mul_add(vector, *acc);
             }
@@ -170,18 +168,32 @@ pub(super) fn along<V: Vector, const PANEL: usize>(args: Along<'_, V::Scalar>) {
 
 #[inline(always)]
 fn along_n<V: Vector, const PANEL: usize, const N: usize>(args: Along<'_, V::Scalar>) {
-    let Along { a, b, dim, out, rows, .. } = args;
+    let Along { a, b, dim, out, rows, ahead, .. } = args;
     let end = rows.end.next_multiple_of(PANEL);
     assert!(rows.start.is_multiple_of(PANEL) && end <= V::BLOCK);
-    assert!(a.len() >= dim * V::BLOCK && b.len() >= dim * V::BLOCK && out.len() >= end * V::BLOCK);
+    assert!(b.len() >= dim * V::BLOCK && out.len() >= end * V::BLOCK);
     for row in (rows.start..end).step_by(PANEL) {
         let mut acc = [[V::splat(V::Scalar::ZERO); N]; PANEL];
-        // SAFETY: `row + i < BLOCK`, so that all offsets stay below the lengths asserted above.
-        unsafe {
-            let a = a.as_ptr().add(row);
-            accumulate(&mut acc, a, |t, i| t * V::BLOCK + i, b.as_ptr(), dim);
-            store(&acc, out.as_mut_ptr().add(row * V::BLOCK));
+        match a {
+            Tokens::Blocks(a) => {
+                assert!(a.len() >= dim * V::BLOCK);
+                // SAFETY: `row + i < BLOCK`, so that all offsets stay below the lengths asserted above.
+                unsafe {
+                    let a = a.as_ptr().add(row);
+                    accumulate(&mut acc, |t, i| a.add(t * V::BLOCK + i), b.as_ptr(), dim, ahead);
+                }
+            }
+            Tokens::Rows(a, stride) => {
+                // Rows that fill a panel up are the last one again.
+                let rows: [_; PANEL] = std::array::from_fn(|i| {
+                    a[(row + i).min(rows.end - 1) * stride..][..dim].as_ptr()
+                });
+                // SAFETY: each row has `dim` elements.
+                unsafe { accumulate(&mut acc, |t, i| rows[i].add(t), b.as_ptr(), dim, ahead) };
+            }
         }
+        // SAFETY: `row + i < end`, within the length asserted above.
+        unsafe { store(&acc, out.as_mut_ptr().add(row * V::BLOCK)) };
     }
 }
 
@@ -192,13 +204,17 @@ pub(super) fn across<V: Vector, const PANEL: usize>(args: Across<'_, V::Scalar>)
 
 #[inline(always)]
 fn across_n<V: Vector, const PANEL: usize, const N: usize>(args: Across<'_, V::Scalar>) {
-    let Across { out, scale, a, b, dim, rows, .. } = args;
+    let Across { out, scale, a, b, dim, rows, ahead, .. } = args;
     let block_len = dim * V::BLOCK;
     assert!(dim.is_multiple_of(PANEL) && out.len() >= block_len);
-    assert!(a.len() >= rows.end.div_ceil(V::BLOCK) * block_len && b.len() >= rows.end * V::BLOCK);
+    assert!(rows.is_empty() || b.len() >= rows.end * V::BLOCK);
+    assert!(match a {
+        Tokens::Blocks(a) => a.len() >= rows.end.div_ceil(V::BLOCK) * block_len,
+        Tokens::Rows(a, stride) => rows.is_empty() || a.len() >= (rows.end - 1) * stride + dim,
+    });
     assert!(scale.is_none_or(|scale| scale.len() >= V::BLOCK));
     for row in (0..dim).step_by(PANEL) {
-        // SAFETY: `row + i < dim`, `t < BLOCK` and `from + steps <= rows.end`, so that all offsets stay
+        // SAFETY: `row + i < dim`, and `t` counts tokens of a block or of `rows`, so that all offsets stay
         // below the lengths asserted above.
         unsafe {
             let out = out.as_mut_ptr().add(row * V::BLOCK);
@@ -213,12 +229,22 @@ fn across_n<V: Vector, const PANEL: usize, const N: usize>(args: Across<'_, V::S
             }
             let mut from = rows.start;
             while from < rows.end {
-                let (block, first) = (from / V::BLOCK, from % V::BLOCK);
-                let steps = (V::BLOCK - first).min(rows.end - from);
-                let a = a.as_ptr().add(block * block_len + row * V::BLOCK + first);
                 let b = b.as_ptr().add(from * V::BLOCK);
-                accumulate(&mut acc, a, |t, i| i * V::BLOCK + t, b, steps);
-                from += steps;
+                match a {
+                    Tokens::Blocks(a) => {
+                        let (block, first) = (from / V::BLOCK, from % V::BLOCK);
+                        let steps = (V::BLOCK - first).min(rows.end - from);
+                        let a = a.as_ptr().add(block * block_len + row * V::BLOCK + first);
+                        accumulate(&mut acc, |t, i| a.add(i * V::BLOCK + t), b, steps, ahead);
+                        from += steps;
+                    }
+                    Tokens::Rows(a, stride) => {
+                        let a = a.as_ptr().add(from * stride + row);
+                        let steps = rows.end - from;
+                        accumulate(&mut acc, |t, i| a.add(t * stride + i), b, steps, ahead);
+                        from = rows.end;
+                    }
+                }
             }
             store(&acc, out);
         }
@@ -285,89 +311,6 @@ pub(super) fn transpose<V: Vector>(args: Transpose<'_, V::Scalar>) {
     for row in whole_rows..rows {
         for column in 0..columns {
             to[column * to_stride + row] = from[row * from_stride + column];
-        }
-    }
-}
-
-#[inline(always)]
-pub(super) fn softmax<V: Vector>(args: Softmax<'_, V::Scalar>) {
-    let Softmax { scores, max, sum, correction, lanes } = args;
-    let zero = V::splat(V::Scalar::ZERO);
-    assert!(max.len() >= V::BLOCK && sum.len() >= V::BLOCK && correction.len() >= V::BLOCK);
-    assert!(scores.len().is_multiple_of(V::BLOCK) && lanes <= V::BLOCK);
-    for lane in (0..lanes).step_by(V::LANES) {
-        // SAFETY: `lane + LANES <= BLOCK`, the length of every row.
-        unsafe {
-            let before = V::load(max.as_ptr().add(lane));
-            let mut largest = [before; 4];
-            for (i, row) in scores.chunks_exact(V::BLOCK).enumerate() {
-                largest[i % 4] = largest[i % 4].max(V::load(row.as_ptr().add(lane)));
-            }
-            let largest = largest[0].max(largest[1]).max(largest[2].max(largest[3]));
-            // A lane that has seen no key yet: anything finite leaves its weights at zero.
-            let shift = finite_or_zero(largest);
-            let factor = before.sub(shift).exp2();
-            let mut total = [zero; 2];
-            for (i, row) in scores.chunks_exact_mut(V::BLOCK).enumerate() {
-                let at = row.as_mut_ptr().add(lane);
-                let weight = V::load(at).sub(shift).exp2();
-                weight.store(at);
-                total[i % 2] = total[i % 2].add(weight);
-            }
-            let sum = sum.as_mut_ptr().add(lane);
-            V::load(sum).mul_add(factor, total[0].add(total[1])).store(sum);
-            factor.store(correction.as_mut_ptr().add(lane));
-            largest.store(max.as_mut_ptr().add(lane));
-        }
-    }
-}
-
-/// Zero for negative infinity, otherwise the number itself.
-#[inline(always)]
-fn finite_or_zero<V: Vector>(x: V) -> V {
-    // No finite number is less than the lowest one.
-    x.zero_where_less(x, V::splat(V::Scalar::LOWEST))
-}
-
-#[inline(always)]
-pub(super) fn softcap<V: Vector>(args: Softcap<'_, V::Scalar>) {
-    let Softcap { scores, cap } = args;
-    for chunk in scores.chunks_exact_mut(V::LANES) {
-        // SAFETY: a chunk has `LANES` numbers.
-        unsafe {
-            let x = V::load(chunk.as_ptr());
-            V::Scalar::tanh(x).mul(V::splat(cap)).store(chunk.as_mut_ptr());
-        }
-    }
-}
-
-#[inline(always)]
-pub(super) fn score_gradient<V: Vector>(args: ScoreGradient<'_, V::Scalar>) {
-    let ScoreGradient { scores, gradients, lse, delta, softcap } = args;
-    assert!(scores.len() == gradients.len() && scores.len().is_multiple_of(V::BLOCK));
-    assert!(lse.len() >= V::BLOCK && delta.len() >= V::BLOCK);
-    let one = V::splat(V::Scalar::ONE);
-    for (row, gradient) in
-        scores.chunks_exact_mut(V::BLOCK).zip(gradients.chunks_exact_mut(V::BLOCK))
-    {
-        for lane in (0..V::BLOCK).step_by(V::LANES) {
-            // SAFETY: `lane + LANES <= BLOCK`, the length of every row.
-            unsafe {
-                let score = row.as_mut_ptr().add(lane);
-                let gradient = gradient.as_mut_ptr().add(lane);
-                let lse = V::load(lse.as_ptr().add(lane));
-                let delta = V::load(delta.as_ptr().add(lane));
-                let mut x = V::load(score);
-                let mut slope = V::load(gradient).sub(delta);
-                if let Some(cap) = softcap {
-                    let tanh = V::Scalar::tanh(x);
-                    slope = slope.mul(one.sub(tanh.mul(tanh)));
-                    x = tanh.mul(V::splat(cap));
-                }
-                let weight = x.sub(lse).exp2();
-                weight.store(score);
-                weight.mul(slope).store(gradient);
-            }
         }
     }
 }

@@ -3,6 +3,7 @@
 mod kernels;
 mod product;
 mod rows;
+mod scores;
 mod vector;
 #[cfg(target_arch = "x86_64")]
 mod x86;
@@ -11,9 +12,10 @@ use std::str::FromStr;
 use std::sync::OnceLock;
 
 pub use kernels::Kernels;
-pub(crate) use kernels::{Across, Along, ScoreGradient, Softcap, Softmax, Transpose};
+pub(crate) use kernels::{Across, Along, Tokens, Transpose};
 pub(crate) use product::Product;
-pub(crate) use rows::{NormRotate, NormRotateBackward, RowNorm};
+pub(crate) use rows::{HeadRows, NormRotate, NormRotateBackward, RowNorm};
+pub(crate) use scores::{ScoreGradient, Softcap, Softmax};
 pub use vector::Vector;
 
 use thiserror::Error;
@@ -135,10 +137,10 @@ macro_rules! kernels {
                     product: product::Product<'_, C> = product::product::<V, ROWS, VECTORS>
                 ),
                 transpose: loops!(transpose: kernels::Transpose<'_, C> = kernels::transpose::<V>),
-                softmax: loops!(softmax: kernels::Softmax<'_, C> = kernels::softmax::<V>),
-                softcap: loops!(softcap: kernels::Softcap<'_, C> = kernels::softcap::<V>),
+                softmax: loops!(softmax: scores::Softmax<'_, C> = scores::softmax::<V>),
+                softcap: loops!(softcap: scores::Softcap<'_, C> = scores::softcap::<V>),
                 score_gradient: loops!(
-                    score_gradient: kernels::ScoreGradient<'_, C> = kernels::score_gradient::<V>
+                    score_gradient: scores::ScoreGradient<'_, C> = scores::score_gradient::<V>
                 ),
                 norm_rotate: loops!(
                     norm_rotate: rows::NormRotate<'_, C> = rows::norm_rotate::<V>

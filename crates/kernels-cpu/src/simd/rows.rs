@@ -1,7 +1,10 @@
-//! RMS norm and rotation of rows: the elements of one token and head.
+//! RMS norm and rotation of rows, each the elements of one token and head.
 
 use super::vector::Vector;
 use crate::element::Real;
+
+/// cos and sin of a token.
+pub(crate) type Tables<'a, C> = (&'a [C], &'a [C]);
 
 /// The norm of a row.
 #[derive(Clone, Copy)]
@@ -11,164 +14,360 @@ pub(crate) struct RowNorm<'a, C> {
     pub(crate) epsilon: C,
 }
 
-/// Norm, then rotation by `(cos, sin)`, from `x` to `out`; each where it is given.
+/// Norm, then rotation by `(cos, sin)`, of the heads of one token from `x` to `out`; each where it is
+/// given.
 pub(crate) struct NormRotate<'a, C> {
-    pub(crate) x: &'a [C],
-    pub(crate) out: &'a mut [C],
+    pub(crate) x: HeadRows<&'a [C]>,
+    pub(crate) out: HeadRows<&'a mut [C]>,
+    pub(crate) heads: usize,
+    pub(crate) dim: usize,
     pub(crate) norm: Option<RowNorm<'a, C>>,
-    pub(crate) tables: Option<(&'a [C], &'a [C])>,
+    pub(crate) tables: Option<Tables<'a, C>>,
 }
 
 /// The gradient of the output of [`NormRotate`] becomes that of its input, and that of the weight is
 /// added to `d_weight`.
 pub(crate) struct NormRotateBackward<'a, C> {
-    pub(crate) x: &'a [C],
-    pub(crate) gradient: &'a mut [C],
+    /// Read where there is a norm.
+    pub(crate) x: HeadRows<&'a [C]>,
+    pub(crate) gradient: HeadRows<&'a mut [C]>,
+    pub(crate) heads: usize,
+    pub(crate) dim: usize,
     pub(crate) norm: Option<RowNorm<'a, C>>,
-    pub(crate) tables: Option<(&'a [C], &'a [C])>,
+    pub(crate) tables: Option<Tables<'a, C>>,
     pub(crate) d_weight: &'a mut [C],
+}
+
+/// HeadRows of one token.
+#[derive(Clone, Copy)]
+pub(crate) struct HeadRows<S> {
+    pub(crate) elements: S,
+    /// From one head to the next.
+    pub(crate) stride: usize,
+}
+
+impl<S> HeadRows<S> {
+    /// A single head.
+    pub(crate) fn one(elements: S) -> Self {
+        Self { elements, stride: 0 }
+    }
+
+    /// # Panics
+    ///
+    /// When there are not as many.
+    fn check(&self, len: usize, heads: usize, dim: usize) {
+        assert!(len >= (heads - 1) * self.stride + dim);
+    }
+}
+
+/// HeadRows that are worked on together, so that none of them waits for its own sums.
+const TOGETHER: usize = 4;
+
+/// Runs `$body` for all heads, with the constant `$n` set to the number that `$head` and those after it
+/// are worked on together.
+macro_rules! for_heads {
+    ($heads:expr, $head:ident, $n:ident => $body:expr) => {{
+        let mut $head = 0;
+        while $head + TOGETHER <= $heads {
+            const $n: usize = TOGETHER;
+            $body;
+            $head += $n;
+        }
+        while $head < $heads {
+            const $n: usize = 1;
+            $body;
+            $head += $n;
+        }
+    }};
+}
+
+/// Runs `$body` for each [`Part`] of `$len` elements.
+macro_rules! for_parts {
+    ($v:ty, $len:expr, $part:ident => $body:expr) => {{
+        let len = $len;
+        let mut start = 0;
+        while start + <$v>::LANES <= len {
+            let $part = Whole { start };
+            $body;
+            start += <$v>::LANES;
+        }
+        if start < len {
+            let $part = Rest { start, count: len - start };
+            $body;
+        }
+    }};
 }
 
 #[inline(always)]
 pub(super) fn norm_rotate<V: Vector>(args: NormRotate<'_, V::Scalar>) {
-    let NormRotate { x, out, norm, tables } = args;
-    let dim = x.len();
-    assert!(out.len() == dim);
-    let mut factor = V::splat(V::Scalar::ONE);
-    let mut weight = None;
-    if let Some(norm) = norm {
-        factor = V::splat(row_factor::<V>(x, norm.epsilon));
-        weight = norm.weight;
-        assert!(weight.is_none_or(|weight| weight.len() == dim));
-    }
-    let normal = |part: Part| {
-        let value = part.load::<V>(x).mul(factor);
-        match weight {
-            Some(weight) => value.mul(part.load(weight)),
-            None => value,
-        }
-    };
-    let Some((cos, sin)) = tables else {
-        parts::<V>(dim).for_each(|part| part.store(normal(part), out));
+    let NormRotate { x, out, heads, dim, norm, tables } = args;
+    if heads == 0 {
         return;
-    };
-    let half = dim / 2;
-    assert!(half * 2 == dim && cos.len() == half && sin.len() == half);
-    for part in parts::<V>(half) {
-        let (low, high) = (normal(part), normal(part.shifted(half)));
-        let (cos, sin) = (part.load::<V>(cos), part.load::<V>(sin));
-        part.store(low.mul(cos).sub(high.mul(sin)), out);
-        part.shifted(half).store(high.mul(cos).add(low.mul(sin)), out);
+    }
+    x.check(x.elements.len(), heads, dim);
+    out.check(out.elements.len(), heads, dim);
+    check_weights(dim, norm.as_ref(), tables);
+    let (from, to) = (x.elements.as_ptr(), out.elements.as_mut_ptr());
+    for_heads!(heads, head, N => {
+        // SAFETY: `head + i < heads`, within the lengths checked above; so are `dim` elements of each.
+        let (x, out): ([_; N], [_; N]) = unsafe {(
+            std::array::from_fn(|i| from.add((head + i) * x.stride)),
+            std::array::from_fn(|i| to.add((head + i) * out.stride)),
+        )};
+        // SAFETY: as above.
+        unsafe { norm_rotate_heads::<V, N>(x, out, dim, norm, tables) }
+    });
+}
+
+fn check_weights<C>(dim: usize, norm: Option<&RowNorm<'_, C>>, tables: Option<Tables<'_, C>>) {
+    let weight = norm.and_then(|norm| norm.weight);
+    assert!(weight.is_none_or(|weight| weight.len() == dim));
+    assert!(tables.is_none_or(|(cos, sin)| {
+        dim.is_multiple_of(2) && cos.len() == dim / 2 && sin.len() == dim / 2
+    }));
+}
+
+/// # Safety
+///
+/// `x` must be readable, `out` writable for `dim` elements; weights and tables must fit `dim`.
+#[inline(always)]
+unsafe fn norm_rotate_heads<V: Vector, const N: usize>(
+    x: [*const V::Scalar; N],
+    out: [*mut V::Scalar; N],
+    dim: usize,
+    norm: Option<RowNorm<'_, V::Scalar>>,
+    tables: Option<Tables<'_, V::Scalar>>,
+) {
+    let one = V::splat(V::Scalar::ONE);
+    // SAFETY: parts lie within `dim` elements, or within the half of them that a table has.
+    unsafe {
+        let factors = match norm {
+            Some(norm) => factors::<V, N>(x, dim, norm.epsilon),
+            None => [one; N],
+        };
+        let weights = norm.and_then(|norm| norm.weight);
+        macro_rules! weight {
+            ($part:expr) => {
+                match weights {
+                    Some(weights) => $part.load::<V>(weights.as_ptr()),
+                    None => one,
+                }
+            };
+        }
+        let Some((cos, sin)) = tables else {
+            for_parts!(V, dim, part => {
+                let weight = weight!(part);
+                for i in 0..N {
+                    part.store(part.load::<V>(x[i]).mul(factors[i]).mul(weight), out[i]);
+                }
+            });
+            return;
+        };
+        for_parts!(V, dim / 2, part => {
+            let other = part.shifted(dim / 2);
+            let (cos, sin) = (part.load::<V>(cos.as_ptr()), part.load::<V>(sin.as_ptr()));
+            let (low_weight, high_weight) = (weight!(part), weight!(other));
+            for i in 0..N {
+                let low = part.load::<V>(x[i]).mul(factors[i]).mul(low_weight);
+                let high = other.load::<V>(x[i]).mul(factors[i]).mul(high_weight);
+                part.store(low.mul(cos).sub(high.mul(sin)), out[i]);
+                other.store(high.mul(cos).add(low.mul(sin)), out[i]);
+            }
+        });
     }
 }
 
 #[inline(always)]
 pub(super) fn norm_rotate_backward<V: Vector>(args: NormRotateBackward<'_, V::Scalar>) {
-    let NormRotateBackward { x, gradient, norm, tables, d_weight } = args;
-    if let Some((cos, sin)) = tables {
-        rotate_back::<V>(gradient, cos, sin);
+    let NormRotateBackward { x, gradient, heads, dim, norm, tables, d_weight } = args;
+    if heads == 0 {
+        return;
     }
-    if let Some(norm) = norm {
-        norm_back::<V>(x, gradient, norm, d_weight);
+    gradient.check(gradient.elements.len(), heads, dim);
+    check_weights(dim, norm.as_ref(), tables);
+    if norm.is_some() {
+        x.check(x.elements.len(), heads, dim);
+        assert_eq!(d_weight.len(), dim);
     }
+    let (from, to) = (x.elements.as_ptr(), gradient.elements.as_mut_ptr());
+    for_heads!(heads, head, N => {
+        // SAFETY: `head + i < heads`, within the lengths checked above; so are `dim` elements of each.
+        let gradient: [_; N] =
+            std::array::from_fn(|i| unsafe { to.add((head + i) * gradient.stride) });
+        if let Some((cos, sin)) = tables {
+            // SAFETY: as above; the tables were checked, too.
+            unsafe { rotate_back::<V, N>(gradient, dim, cos, sin) };
+        }
+        if let Some(norm) = norm {
+            // SAFETY: as above, for `x`.
+            let x: [_; N] = std::array::from_fn(|i| unsafe { from.add((head + i) * x.stride) });
+            // SAFETY: as above; the weights were checked, too.
+            unsafe { norm_back::<V, N>(x, gradient, dim, norm, d_weight) };
+        }
+    });
 }
 
 /// The rotation's inverse, which is its transpose.
+///
+/// # Safety
+///
+/// `gradient` must be writable for `dim` elements; the tables must have half as many.
 #[inline(always)]
-fn rotate_back<V: Vector>(gradient: &mut [V::Scalar], cos: &[V::Scalar], sin: &[V::Scalar]) {
-    let half = gradient.len() / 2;
-    assert!(half * 2 == gradient.len() && cos.len() == half && sin.len() == half);
-    for part in parts::<V>(half) {
-        let other = part.shifted(half);
-        let (low, high) = (part.load::<V>(gradient), other.load::<V>(gradient));
-        let (cos, sin) = (part.load::<V>(cos), part.load::<V>(sin));
-        part.store(low.mul(cos).add(high.mul(sin)), gradient);
-        other.store(high.mul(cos).sub(low.mul(sin)), gradient);
-    }
+unsafe fn rotate_back<V: Vector, const N: usize>(
+    gradient: [*mut V::Scalar; N],
+    dim: usize,
+    cos: &[V::Scalar],
+    sin: &[V::Scalar],
+) {
+    for_parts!(V, dim / 2, part => {
+        let other = part.shifted(dim / 2);
+        // SAFETY: parts lie within the half of `dim` elements that a table has.
+        unsafe {
+            let (cos, sin) = (part.load::<V>(cos.as_ptr()), part.load::<V>(sin.as_ptr()));
+            for gradient in gradient {
+                let (low, high) = (part.load::<V>(gradient), other.load::<V>(gradient));
+                part.store(low.mul(cos).add(high.mul(sin)), gradient);
+                other.store(high.mul(cos).sub(low.mul(sin)), gradient);
+            }
+        }
+    });
 }
 
 /// With `n = x * r` and the gradient `g` of `n * weight`:
 /// `d_weight += g * n`, `dx = r * (g * weight - n * mean(g * weight * n))`.
+///
+/// # Safety
+///
+/// `x` must be readable, `gradient` writable for `dim` elements; weights must have as many.
 #[inline(always)]
-fn norm_back<V: Vector>(
-    x: &[V::Scalar],
-    gradient: &mut [V::Scalar],
+unsafe fn norm_back<V: Vector, const N: usize>(
+    x: [*const V::Scalar; N],
+    gradient: [*mut V::Scalar; N],
+    dim: usize,
     norm: RowNorm<'_, V::Scalar>,
     d_weight: &mut [V::Scalar],
 ) {
-    let dim = x.len();
     let weight = norm.weight.expect("the gradient of a norm is taken with its weight");
-    assert!(weight.len() == dim && d_weight.len() == dim && gradient.len() == dim);
-    let factor = V::splat(row_factor::<V>(x, norm.epsilon));
-    let mut sums = V::splat(V::Scalar::ZERO);
-    for part in parts::<V>(dim) {
-        let product = part.load::<V>(gradient).mul(part.load::<V>(x).mul(factor));
-        part.store(part.load::<V>(d_weight).add(product), d_weight);
-        sums = product.mul_add(part.load(weight), sums);
-    }
-    let mean = V::splat(sums.sum() / V::Scalar::from_f64(dim as f64));
-    for part in parts::<V>(dim) {
-        let normal = part.load::<V>(x).mul(factor);
-        let weighted = part.load::<V>(gradient).mul(part.load(weight));
-        part.store(weighted.sub(normal.mul(mean)).mul(factor), gradient);
+    // SAFETY: parts lie within `dim` elements.
+    unsafe {
+        let factors = factors::<V, N>(x, dim, norm.epsilon);
+        let mut sums = [V::splat(V::Scalar::ZERO); N];
+        for_parts!(V, dim, part => {
+            let weight = part.load::<V>(weight.as_ptr());
+            let mut d_part = part.load::<V>(d_weight.as_ptr());
+            for i in 0..N {
+                let normal = part.load::<V>(x[i]).mul(factors[i]);
+                let product = part.load::<V>(gradient[i]).mul(normal);
+                d_part = d_part.add(product);
+                sums[i] = product.mul_add(weight, sums[i]);
+            }
+            part.store(d_part, d_weight.as_mut_ptr());
+        });
+        let mut means = [V::splat(V::Scalar::ZERO); N];
+        for i in 0..N {
+            means[i] = V::splat(sums[i].sum() / V::Scalar::from_f64(dim as f64));
+        }
+        for_parts!(V, dim, part => {
+            let weight = part.load::<V>(weight.as_ptr());
+            for i in 0..N {
+                let normal = part.load::<V>(x[i]).mul(factors[i]);
+                let weighted = part.load::<V>(gradient[i]).mul(weight);
+                part.store(weighted.sub(normal.mul(means[i])).mul(factors[i]), gradient[i]);
+            }
+        });
     }
 }
 
-/// `1 / sqrt(mean(x^2) + epsilon)`.
+/// `1 / sqrt(mean(x^2) + epsilon)` of each row.
+///
+/// # Safety
+///
+/// `x` must be readable for `dim` elements.
 #[inline(always)]
-fn row_factor<V: Vector>(x: &[V::Scalar], epsilon: V::Scalar) -> V::Scalar {
-    let mut sums = V::splat(V::Scalar::ZERO);
-    for part in parts::<V>(x.len()) {
-        let x = part.load::<V>(x);
-        sums = x.mul_add(x, sums);
+unsafe fn factors<V: Vector, const N: usize>(
+    x: [*const V::Scalar; N],
+    dim: usize,
+    epsilon: V::Scalar,
+) -> [V; N] {
+    let mut sums = [V::splat(V::Scalar::ZERO); N];
+    for_parts!(V, dim, part => {
+        for i in 0..N {
+            // SAFETY: parts lie within `dim` elements.
+            let x = unsafe { part.load::<V>(x[i]) };
+            sums[i] = x.mul_add(x, sums[i]);
+        }
+    });
+    // Loops throughout: instructions are not turned on inside of what a closure is given to.
+    for sums in &mut sums {
+        let mean = sums.sum() / V::Scalar::from_f64(dim as f64);
+        *sums = V::splat((mean + epsilon).rsqrt());
     }
-    (sums.sum() / V::Scalar::from_f64(x.len() as f64) + epsilon).rsqrt()
+    sums
 }
 
-/// At most one vector of a slice.
+/// As many elements as a vector has.
 #[derive(Clone, Copy)]
-struct Part {
+struct Whole {
+    start: usize,
+}
+
+/// Fewer elements.
+#[derive(Clone, Copy)]
+struct Rest {
     start: usize,
     count: usize,
 }
 
-/// The parts of a slice with `len` numbers.
-#[inline(always)]
-fn parts<V: Vector>(len: usize) -> impl Iterator<Item = Part> {
-    (0..len.div_ceil(V::LANES)).map(move |i| {
-        let start = i * V::LANES;
-        Part { start, count: (len - start).min(V::LANES) }
-    })
+/// Elements of a row that a vector holds.
+trait Part: Copy {
+    /// The same number of elements `by` further on.
+    fn shifted(self, by: usize) -> Self;
+
+    /// # Safety
+    ///
+    /// The part must be readable.
+    unsafe fn load<V: Vector>(self, from: *const V::Scalar) -> V;
+
+    /// # Safety
+    ///
+    /// The part must be writable.
+    unsafe fn store<V: Vector>(self, vector: V, to: *mut V::Scalar);
 }
 
-impl Part {
-    /// The same number of elements `by` further on.
+impl Part for Whole {
     #[inline(always)]
     fn shifted(self, by: usize) -> Self {
-        Self { start: self.start + by, count: self.count }
+        Self { start: self.start + by }
     }
 
     #[inline(always)]
-    fn load<V: Vector>(self, from: &[V::Scalar]) -> V {
-        debug_assert!(self.start + self.count <= from.len());
-        // SAFETY: private to this file, whose functions assert the lengths of what they read.
-        unsafe {
-            let from = from.as_ptr().add(self.start);
-            if self.count == V::LANES { V::load(from) } else { V::load_first(from, self.count) }
-        }
+    unsafe fn load<V: Vector>(self, from: *const V::Scalar) -> V {
+        // SAFETY: as promised by the caller.
+        unsafe { V::load(from.add(self.start)) }
     }
 
     #[inline(always)]
-    fn store<V: Vector>(self, vector: V, to: &mut [V::Scalar]) {
-        debug_assert!(self.start + self.count <= to.len());
-        // SAFETY: as for `load`.
-        unsafe {
-            let to = to.as_mut_ptr().add(self.start);
-            if self.count == V::LANES {
-                vector.store(to)
-            } else {
-                vector.store_first(to, self.count)
-            }
-        }
+    unsafe fn store<V: Vector>(self, vector: V, to: *mut V::Scalar) {
+        // SAFETY: as promised by the caller.
+        unsafe { vector.store(to.add(self.start)) }
+    }
+}
+
+impl Part for Rest {
+    #[inline(always)]
+    fn shifted(self, by: usize) -> Self {
+        Self { start: self.start + by, ..self }
+    }
+
+    #[inline(always)]
+    unsafe fn load<V: Vector>(self, from: *const V::Scalar) -> V {
+        // SAFETY: as promised by the caller.
+        unsafe { V::load_first(from.add(self.start), self.count) }
+    }
+
+    #[inline(always)]
+    unsafe fn store<V: Vector>(self, vector: V, to: *mut V::Scalar) {
+        // SAFETY: as promised by the caller.
+        unsafe { vector.store_first(to.add(self.start), self.count) }
     }
 }

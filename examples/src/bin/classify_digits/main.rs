@@ -8,7 +8,7 @@ use burn_vision_attention::AttentionImplementation;
 use clap::Parser;
 use examples::devices;
 use examples::digits::DigitReader;
-use examples::digits::terminal::{arguments, complain, printable, say};
+use examples::terminal::{arguments, complain, printable, say};
 
 /// Tell which digit each image shows: the likeliest and the second likeliest, with probabilities.
 #[derive(Parser)]

@@ -4,8 +4,6 @@ mod results;
 mod tower;
 
 use std::error::Error;
-use std::fmt::Display;
-use std::io::Write;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
@@ -16,6 +14,7 @@ use burn_vision_attention::AttentionImplementation;
 use clap::Parser;
 use examples::devices;
 use examples::output::OutputFile;
+use examples::terminal::{arguments, complain, positive, say};
 
 /// Encode images with a Dots vision tower: their features in a file, and a picture of them.
 #[derive(Parser)]
@@ -47,7 +46,7 @@ struct Cli {
     #[arg(long, value_name = "NAME", default_value = "f32", value_parser = dtype)]
     dtype: DType,
     /// How many patches to encode in one pass; a larger image has its own
-    #[arg(long, value_name = "PATCHES", default_value = "32768", value_parser = max_tokens)]
+    #[arg(long, value_name = "PATCHES", default_value = "32768", value_parser = positive)]
     max_tokens: usize,
     /// Where the features go
     #[arg(long, value_name = "FILE", default_value = "features.safetensors")]
@@ -66,24 +65,13 @@ fn dtype(name: &str) -> Result<DType, String> {
     }
 }
 
-fn max_tokens(text: &str) -> Result<usize, String> {
-    text.parse()
-        .ok()
-        .filter(|&count| count > 0)
-        .ok_or("expected a whole number, at least 1".to_owned())
-}
-
 fn main() -> ExitCode {
     // The summary says what attention runs as, and why: no need to warn of it too.
     let log = env_logger::Env::default().default_filter_or("warn,burn_vision_attention=error");
     env_logger::Builder::from_env(log).init();
-    let cli = match Cli::try_parse() {
+    let cli = match arguments::<Cli>() {
         Ok(cli) => cli,
-        Err(error) if !error.use_stderr() => error.exit(),
-        Err(error) => {
-            complain(argument_error(&error));
-            return ExitCode::from(2);
-        }
+        Err(code) => return code,
     };
     match run(cli) {
         Ok(()) => ExitCode::SUCCESS,
@@ -92,26 +80,6 @@ fn main() -> ExitCode {
             ExitCode::FAILURE
         }
     }
-}
-
-/// Says what is wrong in one line, whatever is in file names and other people's files.
-fn complain(error: impl Display) {
-    eprintln!("error: {}", results::printable(&error.to_string()));
-}
-
-/// What clap says on several lines, without the usage.
-fn argument_error(error: &clap::Error) -> String {
-    let text = error.to_string();
-    let lines = text.lines().map(str::trim);
-    let lines =
-        lines.take_while(|line| !line.starts_with("Usage:") && !line.starts_with("For more"));
-    let lines: Vec<&str> = lines.filter(|line| !line.is_empty()).collect();
-    format!("{}; see --help", lines.join("; ").trim_start_matches("error: "))
-}
-
-/// Prints a line. A reader that has gone, such as `head`, is no failure: the files matter.
-fn say(line: impl Display) {
-    let _ = writeln!(std::io::stdout(), "{line}");
 }
 
 fn run(cli: Cli) -> Result<(), Box<dyn Error>> {

@@ -9,23 +9,11 @@ use burn_vision_attention::vision_positions;
 use comfy_table::{CellAlignment, Table, presets::UTF8_FULL_CONDENSED};
 use examples::heatmap;
 use examples::output::{OutputFile, StagedFile};
+use examples::terminal::printable;
 use image::{ImageFormat, RgbImage, imageops};
 use safetensors::{Dtype, tensor::TensorView};
 
 use crate::tower::EncodedImage;
-
-/// `text` with line breaks, terminal commands and other control characters spelled out.
-pub fn printable(text: &str) -> String {
-    let mut printable = String::with_capacity(text.len());
-    for character in text.chars() {
-        if character.is_control() {
-            printable.extend(character.escape_default());
-        } else {
-            printable.push(character);
-        }
-    }
-    printable
-}
 
 /// Refuses features that no model can use.
 ///
@@ -146,14 +134,4 @@ pub fn table(images: &[PathBuf], resized: &[RgbImage], encoded: &[EncodedImage])
         }
     }
     table
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn control_characters_are_spelled_out() {
-        assert_eq!(printable("größe\n\u{1b}[2J.png"), "größe\\n\\u{1b}[2J.png");
-    }
 }

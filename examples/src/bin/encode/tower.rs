@@ -11,10 +11,9 @@ use burn_dots_vit::config::DotsVitConfig;
 use burn_dots_vit::encoder::{DotsVisionEncoder, TowerStage};
 use burn_dots_vit::grid::GridThw;
 use burn_dots_vit::preprocess::{ImageProcessor, PixelValues};
+use examples::terminal::printable;
 use image::RgbImage;
 use indicatif::{ProgressBar, ProgressStyle};
-
-use crate::results::printable;
 
 /// All images, ready for the tower.
 pub struct Prepared {

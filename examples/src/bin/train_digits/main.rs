@@ -22,8 +22,8 @@ use std::process::ExitCode;
 use burn_vision_attention::AttentionImplementation;
 use clap::Parser;
 use examples::devices::NAMES;
-use examples::digits::terminal::{arguments, complain, positive};
 use examples::digits::{Split, bundled};
+use examples::terminal::{arguments, complain, positive};
 
 use crate::devices::Strategy;
 use crate::run::Run;

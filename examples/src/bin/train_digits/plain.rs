@@ -10,7 +10,7 @@ use burn::train::renderer::{
     EvaluationName, MetricState, MetricsRenderer, MetricsRendererEvaluation,
     MetricsRendererTraining,
 };
-use examples::digits::terminal::say;
+use examples::terminal::say;
 
 /// Burn's training loop shows its metrics to it.
 pub struct PlainRenderer {

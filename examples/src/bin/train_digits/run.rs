@@ -19,11 +19,11 @@ use burn::train::metric::{AccuracyMetric, LearningRateMetric, LossMetric};
 use burn::train::{ExecutionStrategy, Learner, LearningResult, SupervisedTraining};
 use burn_dots_vit::preprocess::PreprocessorConfig;
 use burn_vision_attention::AttentionImplementation;
-use examples::digits::terminal::say;
 use examples::digits::{
     Digit, DigitClassifier, DigitLoader, Order, Placement, Random, Split, draw, preprocessing,
 };
 use examples::output::OutputFile;
+use examples::terminal::say;
 
 use crate::curves::{Curves, save_png};
 use crate::plain::PlainRenderer;

@@ -4,7 +4,7 @@ use burn::backend::Flex;
 use burn::backend::flex::FlexTensor;
 use burn::tensor::Shape;
 use kernels_cpu::attention_varlen as kernel;
-use kernels_cpu::{Attention, Gradients, OutputGradient, View, zeros};
+use kernels_cpu::{Attention, Buffer, Gradients, OutputGradient, View};
 
 use super::Native;
 use crate::Segments;
@@ -20,8 +20,8 @@ pub(super) fn forward<T: Native>(
     let attention = attention(tensors, segments, options);
     let [tokens, heads, _] = attention.q.shape();
     let [_, _, value_dim] = attention.v.shape();
-    let mut out = zeros::<T>(tokens * heads * value_dim);
-    let mut lse = vec![0.0f32; tokens * heads];
+    let mut out = Buffer::<T>::new(tokens * heads * value_dim);
+    let mut lse = Buffer::<f32>::new(tokens * heads);
     kernel::forward(&attention, &mut out, &mut lse);
     (
         T::tensor(out, Shape::new([tokens, heads, value_dim])),
@@ -46,7 +46,7 @@ pub(super) fn backward<T: Native>(
         LseGradient::Present { d_lse } => Some(rows(d_lse)),
     };
     let shapes = tensors.map(|tensor| tensor.shape());
-    let [mut q, mut k, mut v] = shapes.map(|shape| zeros::<T>(shape.iter().product()));
+    let [mut q, mut k, mut v] = shapes.map(|shape| Buffer::<T>::new(shape.iter().product()));
     let output = OutputGradient { out, lse: &lse, d_out, d_lse: d_lse.as_deref() };
     let gradients = Gradients::Separate { q: &mut q, k: &mut k, v: &mut v };
     kernel::backward(&attention, &output, gradients);

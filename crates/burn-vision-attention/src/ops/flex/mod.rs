@@ -1,14 +1,15 @@
 //! Where the operations go on Burn's CPU backend: the kernels of `kernels-cpu`.
 
 mod attention_varlen;
+mod memory;
 mod qkv_attention;
 mod rope_qk_norm;
 
 use burn::backend::Flex;
-use burn::backend::flex::{FlexTensor, Layout};
+use burn::backend::flex::FlexTensor;
 use burn::backend::tensor::FloatTensor;
-use burn::tensor::{Bytes, DType, Shape, TensorData, bf16, f16};
-use kernels_cpu::View;
+use burn::tensor::{DType, Shape, TensorData, bf16, f16};
+use kernels_cpu::{Buffer, View};
 
 use super::attention_varlen::{AttentionOptions, FlashKernel};
 use super::backend::{
@@ -179,7 +180,7 @@ trait Native: kernels_cpu::Element {
     fn storage(tensor: &FlexTensor) -> &[Self];
 
     /// A contiguous tensor.
-    fn tensor(elements: Vec<Self>, shape: Shape) -> FlexTensor;
+    fn tensor(elements: Buffer<Self>, shape: Shape) -> FlexTensor;
 
     /// The gradient of a norm's weight, in the dtype of the weight.
     fn weight_gradient(gradient: Vec<Self::Compute>, dtype: DType) -> FlexTensor;
@@ -203,8 +204,8 @@ macro_rules! native {
                 tensor.storage()
             }
 
-            fn tensor(elements: Vec<Self>, shape: Shape) -> FlexTensor {
-                FlexTensor::new(Bytes::from_elems(elements), Layout::contiguous(shape), $dtype)
+            fn tensor(elements: Buffer<Self>, shape: Shape) -> FlexTensor {
+                memory::tensor(elements, shape, $dtype)
             }
 
             fn weight_gradient(gradient: Vec<Self::Compute>, dtype: DType) -> FlexTensor {

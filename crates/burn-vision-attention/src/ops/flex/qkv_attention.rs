@@ -4,7 +4,7 @@ use burn::backend::Flex;
 use burn::backend::flex::FlexTensor;
 use kernels_cpu::attention_varlen as kernel;
 use kernels_cpu::rope_qk_norm::GradientBuffers;
-use kernels_cpu::{Gradients, OutputGradient, View, ViewMut, zeros};
+use kernels_cpu::{Buffer, Gradients, OutputGradient, View, ViewMut};
 
 use super::attention_varlen::{attention, rows};
 use super::{Native, attention_varlen, rope_qk_norm};
@@ -37,7 +37,7 @@ pub(super) fn backward<T: Native>(
     let scales = rope_qk_norm::scales(norm);
     let rotated = Rotated::new::<T>(qkv, rotation, &scales);
     let shape = qkv.layout().shape().clone();
-    let mut d_qkv = zeros::<T>(shape.num_elements());
+    let mut d_qkv = Buffer::<T>::new(shape.num_elements());
     let attention = attention(rotated.views::<T>(), [segments, segments], options);
     let lse = rows(lse);
     let output = OutputGradient { out, lse: &lse, d_out, d_lse: None };

@@ -5,7 +5,7 @@ use burn::backend::flex::FlexTensor;
 use burn::tensor::{DType, Shape};
 use kernels_cpu::rope_qk_norm as kernel;
 use kernels_cpu::rope_qk_norm::{GradientBuffers, NormWeight, RmsNorm, RotaryTables};
-use kernels_cpu::{View, ViewMut, zeros};
+use kernels_cpu::{Buffer, View, ViewMut};
 
 use super::Native;
 use crate::ops::backend::{Norm, Rotation, Scale};
@@ -25,7 +25,7 @@ pub(super) fn forward<T: Native>(
     scale: &Scale<Flex>,
 ) -> FlexTensor {
     let shape = x.shape();
-    let mut out = zeros::<T>(shape.iter().product());
+    let mut out = Buffer::<T>::new(shape.iter().product());
     let call = Call::new(rotation, scale);
     let (norm, tables) = (call.norm::<T>(), call.tables());
     kernel::forward(&x, norm.as_ref(), tables.as_ref(), ViewMut::contiguous(&mut out, shape));
@@ -39,7 +39,7 @@ pub(super) fn backward<T: Native>(
     scale: Scale<Flex>,
 ) -> (FlexTensor, Scale<Flex>) {
     let shape = x.shape();
-    let mut d_x = zeros::<T>(shape.iter().product());
+    let mut d_x = Buffer::<T>::new(shape.iter().product());
     let d_input = ViewMut::contiguous(&mut d_x, shape);
     let gradients = GradientBuffers::Separate { d_out, d_input };
     let d_scale = backward_into(&x, rotation, scale, gradients);

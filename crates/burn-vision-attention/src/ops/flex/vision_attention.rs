@@ -7,7 +7,7 @@ use burn::tensor::Shape;
 use kernels_cpu::linear::Linear;
 use kernels_cpu::rope_qk_norm::RmsNorm;
 use kernels_cpu::vision_attention as kernel;
-use kernels_cpu::{View, ViewMut, zeros};
+use kernels_cpu::{Buffer, View, ViewMut};
 
 use super::Native;
 use super::attention_varlen::kernel_options;
@@ -74,7 +74,7 @@ fn forward<T: Native>(
         offsets: segments.offsets(),
         options: kernel_options(options, head_dim),
     };
-    let mut out = zeros::<T>(tokens * outputs);
+    let mut out = Buffer::<T>::new(tokens * outputs);
     kernel::forward(&layer, ViewMut::contiguous(&mut out, [tokens, 1, outputs]));
     T::tensor(out, Shape::new([tokens, outputs]))
 }

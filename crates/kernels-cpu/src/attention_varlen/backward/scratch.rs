@@ -2,6 +2,7 @@
 
 use super::super::Sizes;
 use super::{Pass, Task};
+use crate::ahead::Ahead;
 use crate::aligned::Aligned;
 use crate::element::{Element, Real};
 
@@ -56,6 +57,7 @@ pub(super) struct Tile<C> {
     /// The same transposed, for all blocks of the query tile: `[key blocks][queries][block]`.
     pub(super) weights_by_query: Aligned<C>,
     pub(super) d_scores_by_query: Aligned<C>,
+    pub(super) ahead: Ahead,
 }
 
 impl<C: Real> Scratch<C> {
@@ -67,25 +69,26 @@ impl<C: Real> Scratch<C> {
         let (tile_keys, tile_queries) = (pass.tile_keys(), pass.tile_queries());
         Self {
             queries: Queries {
-                q: Aligned::zeroed(queries * q_len),
-                d_out: Aligned::zeroed(queries * v_len),
-                d_q: Aligned::zeroed(queries * q_len),
-                lse: Aligned::zeroed(queries * block),
-                delta: Aligned::zeroed(queries * block),
+                q: Aligned::new(queries * q_len),
+                d_out: Aligned::new(queries * v_len),
+                d_q: Aligned::new(queries * q_len),
+                lse: Aligned::new(queries * block),
+                delta: Aligned::new(queries * block),
             },
             keys: Keys {
-                k: Aligned::zeroed(keys * q_len),
-                v: Aligned::zeroed(keys * v_len),
-                d_k: Aligned::zeroed(keys * q_len),
-                d_v: Aligned::zeroed(keys * v_len),
+                k: Aligned::new(keys * q_len),
+                v: Aligned::new(keys * v_len),
+                d_k: Aligned::new(keys * q_len),
+                d_v: Aligned::new(keys * v_len),
             },
             tile: Tile {
-                weights: Aligned::zeroed(tile_keys * block),
-                d_scores: Aligned::zeroed(tile_keys * block),
-                weights_by_query: Aligned::zeroed(tile_keys * tile_queries),
-                d_scores_by_query: Aligned::zeroed(tile_keys * tile_queries),
+                weights: Aligned::new(tile_keys * block),
+                d_scores: Aligned::new(tile_keys * block),
+                weights_by_query: Aligned::new(tile_keys * tile_queries),
+                d_scores_by_query: Aligned::new(tile_keys * tile_queries),
+                ahead: Ahead::default(),
             },
-            staging: Aligned::zeroed(head_dim.max(value_dim) * block),
+            staging: Aligned::new(head_dim.max(value_dim) * block),
         }
     }
 }

@@ -8,7 +8,7 @@ use super::super::work::Unit;
 use super::scratch::{Keys, Queries, Tile};
 use super::{Pass, TILE_KEYS};
 use crate::element::{Element, Real};
-use crate::simd::{Across, Along, ScoreGradient, Transpose};
+use crate::simd::{Across, Along, ScoreGradient, Tokens, Transpose};
 
 /// Which tiles meet.
 pub(super) struct Pair<'a> {
@@ -46,11 +46,12 @@ impl<T: Element> Pass<'_, T> {
             (kernels.across)(Across {
                 out: &mut queries.d_q[here.start / block * q_len..][..q_len],
                 scale: None,
-                a: &keys.k[pair.first_key_block * q_len..],
+                a: Tokens::Blocks(&keys.k[pair.first_key_block * q_len..]),
                 b: &tile.d_scores,
                 dim: kernels.padded(head_dim),
                 rows: rows.clone(),
                 lanes: here.len(),
+                ahead: &mut tile.ahead,
             });
             let here = here.start - pair.queries.start..here.end - pair.queries.start;
             self.turn(&rows, here.start, tile);
@@ -74,7 +75,7 @@ impl<T: Element> Pass<'_, T> {
         rows: &Range<usize>,
         queries: &Queries<T::Compute>,
         keys: &mut Keys<T::Compute>,
-        tile: &Tile<T::Compute>,
+        tile: &mut Tile<T::Compute>,
     ) {
         let kernels = self.kernels;
         let Sizes { head_dim, value_dim, .. } = self.attention.sizes();
@@ -87,11 +88,12 @@ impl<T: Element> Pass<'_, T> {
             (kernels.across)(Across {
                 out: &mut out[(pair.first_key_block + index) * len..][..len],
                 scale: None,
-                a: &a[pair.queries.start / kernels.block * len..],
+                a: Tokens::Blocks(&a[pair.queries.start / kernels.block * len..]),
                 b: &b[index * self.tile_queries() * kernels.block..],
                 dim: kernels.padded(dim),
                 rows: rows.clone(),
                 lanes,
+                ahead: &mut tile.ahead,
             });
         }
     }
@@ -119,12 +121,13 @@ impl<T: Element> Pass<'_, T> {
             for (a, b, dim, out) in operands {
                 let len = kernels.block_len(dim);
                 (kernels.along)(Along {
-                    a: &a[(pair.first_key_block + first / block) * len..][..len],
+                    a: Tokens::Blocks(&a[(pair.first_key_block + first / block) * len..][..len]),
                     b: &b[query_block * len..][..len],
                     dim,
                     out: &mut out[first * block..],
                     rows: rows.clone(),
                     lanes: here.len(),
+                    ahead: &mut tile.ahead,
                 });
             }
         }
