@@ -116,8 +116,11 @@ impl Engine {
             Self::Simt => Simt::shared_memory(shape),
             Self::Cmma(_) => cmma_shared_memory(shape),
             Self::Mma | Self::AsyncMma => mma_shared_memory(shape),
-            Self::EmulatedMma | Self::EmulatedAsyncMma => {
+            Self::EmulatedMma => {
                 mma_shared_memory(shape) + Emulated::shared_memory(shape.units() / LANES)
+            }
+            Self::EmulatedAsyncMma => {
+                Self::EmulatedMma.shared_memory(shape) + Emulated::counts_memory(shape)
             }
         }
     }

@@ -51,7 +51,7 @@ const LEGEND: &str = "\
 
 /// What is said of the last column of kernels with a producer.
 const COPIES_LEGEND: &str = "\
-# tma: tiles that the producer has copied in the hottest loop, of keys and of values, panel by panel.
+# tma: copies by TMA in the hottest loop, one for each panel of a tile of keys and of values.
 ";
 
 /// The columns before the kernel, and how wide they are.

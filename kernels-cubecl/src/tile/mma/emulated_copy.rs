@@ -10,7 +10,10 @@ use super::{
     room::{Chunk, ROW, read_chunk},
     unit::{lane, plane},
 };
-use crate::{device::tensor_arg, tile::Transfer};
+use crate::{
+    device::tensor_arg,
+    tile::{TileShape, Transfer},
+};
 
 /// What a stage is filled with whose barrier would let nobody pass, or let pass too early: a number
 /// that no test overlooks.
@@ -28,6 +31,14 @@ pub struct Arrivals {
     counts: Shared<[u32]>,
     #[cube(comptime)]
     planes: usize,
+}
+
+impl Emulated {
+    /// Bytes of shared memory of the counts of both rings.
+    pub(crate) fn counts_memory(shape: TileShape) -> usize {
+        let stages = shape.matrix.and_then(|matrix| matrix.ring).map_or(0, |ring| ring.stages);
+        2 * 2 * stages * shape.units_y * size_of::<u32>()
+    }
 }
 
 /// Turns that are over of the barrier whose counts are the `slots` from `first` on.
