@@ -38,10 +38,10 @@ COPY=${COPY:-${defaults[2]}}
 HEADS=${HEADS:-$grid_heads}
 LAYOUTS=${LAYOUTS:-$grid_layouts}
 
-# Seconds that each step can count on. What one leaves goes to those after it.
-declare -A reserve=(
-    [parity]=60 [gradients]=60 [conformance]=90 [attention]=120 [rope_qk_norm]=30 [torch]=60
-    [parity-composed]=10 [gradients-composed]=10
+# The share of the budget, in hundredths, that each step can count on. What one leaves goes to those after it.
+declare -A share=(
+    [parity]=14 [gradients]=14 [conformance]=20 [attention]=27 [rope_qk_norm]=7 [torch]=14
+    [parity-composed]=2 [gradients-composed]=2
 )
 
 OUT=${OUT:-results}
@@ -102,7 +102,7 @@ nvidia() {
 device() {
     timeout 60 "$here/bin/xtask" devices >"$OUT/devices.log" 2>&1
     grep -q "^$DEVICE (" "$OUT/devices.log" && return
-    missing "$(grep -m 1 "\`$DEVICE\`" "$OUT/devices.log" || tail -n 1 "$OUT/devices.log" || true)"
+    missing "$(grep -m 1 "\`$DEVICE\`" "$OUT/devices.log" || echo "a device called $DEVICE; see $OUT/devices.log")"
 }
 
 record() { # KIND NAME CODE SECONDS LIMIT DETAIL
@@ -115,17 +115,17 @@ leave_out() { # KIND NAME REASON
     record "$1" "$2" - 0 0 "$3"
 }
 
-later=0
-for seconds in "${reserve[@]}"; do later=$((later + seconds)); done
+# Hundredths of the budget that are promised to steps to come.
+later=100
 
-# step KIND NAME SECONDS COMMAND ...: `check` has to hold, `extra` has to hold if there is time for it,
+# step KIND NAME SHARE COMMAND ...: `check` has to hold, `extra` has to hold if there is time for it,
 # `measure` may fail. The limit is what the budget leaves beside the steps to come.
 step() {
-    local kind=$1 name=$2 own=$3 code=0 start=$SECONDS limit detail
+    local kind=$1 name=$2 code=0 start=$SECONDS limit detail
+    later=$((later - $3))
     shift 3
-    later=$((later - own))
-    limit=$((BUDGET - SECONDS - later))
-    if ((limit < 5)); then
+    limit=$((BUDGET - SECONDS - BUDGET * later / 100))
+    if ((limit < 1)); then
         leave_out "$kind" "$name" "no time is left"
         return
     fi
@@ -143,26 +143,26 @@ step() {
 parity() { # KIND NAME ARGUMENT ...
     local kind=$1 name=$2
     shift 2
-    step "$kind" "$name" "${reserve[$name]}" \
+    step "$kind" "$name" "${share[$name]}" \
         "$here/bin/xtask" parity --fixtures "$here/fixtures" --device "$DEVICE" "$@"
 }
 
 # The kernels against plain Rust. Emulated instructions are for devices that lack them.
 conformance() {
-    local files=("$here"/tests/*) file share
+    local files=("$here"/tests/*) file each
     case $DEVICE in
         cuda | wgpu | cpu) ;;
         *)
-            later=$((later - reserve[conformance]))
+            later=$((later - share[conformance]))
             leave_out check conformance "these kernels are not those of $DEVICE"
             return
             ;;
     esac
     export VISION_ATTENTION_TEST_DEVICE=$DEVICE VISION_ATTENTION_REQUIRE_GPU_TESTS=1
-    share=$((reserve[conformance] / ${#files[@]}))
-    later=$((later - reserve[conformance] + share * ${#files[@]}))
+    each=$((share[conformance] / ${#files[@]}))
+    later=$((later - share[conformance] + each * ${#files[@]}))
     for file in "${files[@]}"; do
-        step check "conformance-${file##*/}" "$share" "$file" --skip Emulated
+        step check "conformance-${file##*/}" "$each" "$file" --skip Emulated
     done
 }
 
@@ -171,7 +171,7 @@ bench() { # NAME ARGUMENT ...
     shift
     for value in $HEADS; do arguments+=(--heads "$value"); done
     for value in $LAYOUTS; do arguments+=(--layout "$value"); done
-    step measure "$name" "${reserve[$name]}" "$here/bin/attention-bench" --device "$DEVICE" \
+    step measure "$name" "${share[$name]}" "$here/bin/attention-bench" --device "$DEVICE" \
         --dtype "$DTYPE" --gemm "$GEMM" --copy "$COPY" --repeats "${defaults[3]}" --max-seconds 1 \
         --json "$OUT/$name.json" "${arguments[@]}" "$@"
 }
@@ -186,10 +186,10 @@ torch() {
         reason="$PYTHON has no torch; set PYTHON to one with torch for ratios to varlen_attn"
     fi
     if [ -n "$reason" ]; then
-        later=$((later - reserve[torch]))
+        later=$((later - share[torch]))
         leave_out measure torch "$reason"
     else
-        step measure torch "${reserve[torch]}" "$PYTHON" "$here/torch_gpu.py" --json "$OUT/torch.json"
+        step measure torch "${share[torch]}" "$PYTHON" "$here/torch_gpu.py" --json "$OUT/torch.json"
     fi
 }
 
@@ -197,7 +197,7 @@ fact device "$DEVICE"
 fact dtype "$DTYPE"
 libraries
 [ "$DEVICE" != cuda ] || { toolkit; nvidia; }
-((incomplete)) || device
+device
 if ((incomplete)); then
     echo "nothing was checked and nothing measured" >&2
     exit 2

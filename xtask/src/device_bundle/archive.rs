@@ -22,7 +22,7 @@ const GLIBC: [&str; 7] =
     ["ld-linux", "libc.", "libm.", "libdl.", "libpthread.", "librt.", "linux-vdso"];
 
 /// Programs share most of their code, that of LLVM: a dictionary longer than one of them finds it again.
-const XZ: &str = "xz --threads=1 --lzma2=preset=9,dict=512MiB";
+const XZ: &str = "xz --threads=1 --lzma2=preset=9,dict=256MiB";
 
 /// Fills `bundle` anew: programs, stripped, the libraries that they need, golden data and scripts.
 ///
@@ -138,8 +138,8 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         let fixtures = folder.path().join("data");
         copy(&repository().join("LICENSE-MIT"), &fixtures.join("model/config.json")).unwrap();
-        // Any program will do.
-        let path = std::env::current_exe().unwrap();
+        // Any program will do, best a small one.
+        let path = PathBuf::from("/bin/ls");
         let programs = |name: &str| vec![Program { name: name.to_owned(), path: path.clone() }];
         let (programs, tests) = (programs("xtask"), programs("rope_qk_norm"));
         let built = Built { programs, tests, folder: folder.path().to_owned() };

@@ -14,8 +14,8 @@ use thiserror::Error;
 use vision_attention_tests::devices::{DeviceError, NAMES};
 use vision_attention_tests::fixtures;
 
-/// The most bytes of an archive: it has to reach machines by slow ways.
-const MOST_BYTES: u64 = 60_000_000;
+/// The most megabytes of an archive: it has to reach machines by slow ways.
+const MOST: f64 = 60.0;
 
 /// The folder that the archive unpacks to.
 const NAME: &str = "burn-vision-attention-device";
@@ -60,17 +60,13 @@ enum BundleError {
     },
     /// The archive is too large.
     #[error(
-        "the archive has {:.1} MB, more than {:.0} MB; build for fewer devices by --device",
-        megabytes(*.bytes), megabytes(MOST_BYTES)
+        "the archive has {megabytes:.1} MB, more than {most} MB; build for fewer devices by --device",
+        most = MOST
     )]
     Size {
         /// Its size.
-        bytes: u64,
+        megabytes: f64,
     },
-}
-
-fn megabytes(bytes: u64) -> f64 {
-    bytes as f64 / 1e6
 }
 
 impl DeviceBundle {
@@ -85,9 +81,9 @@ impl DeviceBundle {
         let bundle = folder.join(NAME);
         archive::collect(&built, &repository(), &fixtures::directory(), &bundle)?;
         let output = self.output.unwrap_or_else(|| folder.join(format!("{NAME}.tar.xz")));
-        let bytes = archive::pack(&folder, NAME, &output)?;
-        within_limit(bytes, &output)?;
-        println!("{}: {:.1} MB", output.display(), megabytes(bytes));
+        let megabytes = archive::pack(&folder, NAME, &output)? as f64 / 1e6;
+        within_limit(megabytes, &output)?;
+        println!("{}: {megabytes:.1} MB", output.display());
         println!("on the other machine: tar xf {NAME}.tar.xz && {NAME}/run.sh");
         Ok(ExitCode::SUCCESS)
     }
@@ -112,12 +108,12 @@ fn features(devices: &[String]) -> Result<Vec<&'static str>, DeviceError> {
 }
 
 /// Takes an archive away that is too large.
-fn within_limit(bytes: u64, archive: &Path) -> Result<(), BundleError> {
-    if bytes <= MOST_BYTES {
+fn within_limit(megabytes: f64, archive: &Path) -> Result<(), BundleError> {
+    if megabytes <= MOST {
         return Ok(());
     }
     archive::file(archive, std::fs::remove_file)?;
-    Err(BundleError::Size { bytes })
+    Err(BundleError::Size { megabytes })
 }
 
 #[cfg(test)]
@@ -145,9 +141,9 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         let archive = folder.path().join("a.tar.xz");
         std::fs::write(&archive, "").unwrap();
-        within_limit(MOST_BYTES, &archive).unwrap();
+        within_limit(MOST, &archive).unwrap();
         assert!(archive.exists());
-        let error = within_limit(61_234_567, &archive).unwrap_err().to_string();
+        let error = within_limit(61.23, &archive).unwrap_err().to_string();
         assert!(error.starts_with("the archive has 61.2 MB, more than 60 MB"), "{error}");
         assert!(!archive.exists());
     }
