@@ -108,7 +108,7 @@ def rows(repeats):
                         row["backward_ms"] = milliseconds(backward, repeats)
                         row["backward_tflops"] = 2.5 * flops / row["backward_ms"] / 1e9
                 except RuntimeError as error:  # out of memory, or not implemented for the shape
-                    row["error"] = str(error).splitlines()[0]
+                    row["error"] = str(error).splitlines()[0][:200]
                 yield row
 
 
