@@ -125,7 +125,7 @@ pub fn measure<E>(
     let warm = warm?.max(1e-9);
     let queued = ((effort.queued_seconds / warm) as usize).clamp(1, MOST_QUEUED);
     let affordable = (effort.max_seconds / warm) as usize / queued;
-    let times = (0..effort.repeats.min(affordable).max(1));
+    let times = 0..effort.repeats.min(affordable).max(1);
     let times = times.map(|_| Ok(1e3 * run(prepared(queued)?)?));
     Ok(Sample::new(times.collect::<Result<_, _>>()?, peak_bytes))
 }
@@ -135,7 +135,7 @@ mod tests {
     #![allow(clippy::unwrap_used)]
     use super::*;
     use rstest::rstest;
-    use std::cell::Cell;
+    use std::cell::{Cell, RefCell};
 
     #[rstest]
     #[case(vec![3.0], 3.0, 3.0)]
@@ -189,14 +189,20 @@ mod tests {
     }
 
     #[test]
-    fn what_precedes_has_no_time() {
-        let work: Work<'_> = Box::new(|| {
-            std::thread::sleep(std::time::Duration::from_millis(20));
-            Box::new(|| Box::new(Checked(Ok(()))))
+    fn what_precedes_all_queued_calls_has_no_time() {
+        let log = RefCell::new(String::new());
+        let log = &log;
+        let work: Work<'_> = Box::new(move || {
+            log.borrow_mut().push('b');
+            Box::new(move || {
+                log.borrow_mut().push('c');
+                Box::new(Checked(Ok(())))
+            })
         });
-        let effort = Effort { repeats: 3, max_seconds: 1.0, queued_seconds: 0.0 };
-        let sample = measure(&work, &|| Ok::<(), String>(()), effort).unwrap();
-        assert!(sample.best_ms < 20.0, "{sample:?}");
+        let effort = Effort { repeats: 1, max_seconds: 1e9, queued_seconds: 1e9 };
+        measure(&work, &|| Ok::<(), String>(()), effort).unwrap();
+        let (before, calls) = ("b".repeat(MOST_QUEUED), "c".repeat(MOST_QUEUED));
+        assert_eq!(*log.borrow(), format!("bcbc{before}{calls}"));
     }
 
     const EFFORT: Effort = Effort { repeats: 2, max_seconds: 1.0, queued_seconds: 0.0 };
