@@ -1,5 +1,5 @@
 //! The device bundle's run.sh with stand-ins for its programs, on a device without a GPU.
-#![cfg(unix)]
+#![cfg(target_os = "linux")]
 #![allow(clippy::unwrap_used)]
 
 use std::fs;

@@ -133,6 +133,7 @@ mod tests {
         assert_eq!(libraries(answer), [("libz.so.1".to_owned(), path)]);
     }
 
+    #[cfg(target_os = "linux")]
     #[test]
     fn the_bundle_has_every_part_and_unpacks() {
         let folder = tempfile::tempdir().unwrap();

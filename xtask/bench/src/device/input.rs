@@ -56,10 +56,10 @@ pub struct Step {
 impl Step {
     /// Whether it speaks against the kernels, or fails to speak for them where it has to.
     pub fn is_bad(&self) -> bool {
-        match (self.kind, self.outcome) {
-            (Kind::Measure, _) | (_, Outcome::Ok | Outcome::LeftOut) => false,
-            (Kind::Check, Outcome::Failed(_) | Outcome::RanOut) => true,
-            (Kind::Extra, outcome) => outcome != Outcome::RanOut,
+        match self.kind {
+            Kind::Check => self.outcome != Outcome::Ok,
+            Kind::Extra => matches!(self.outcome, Outcome::Failed(_)),
+            Kind::Measure => false,
         }
     }
 
