@@ -134,7 +134,8 @@ step() {
     detail=
     # What a measurement says at its end is a table; its results are in a file.
     if [ "$kind" != measure ] || ((code)); then
-        detail=$(grep -v '^[[:space:]]*$' "$OUT/$name.log" | tail -n 1 | tr '\t' ' ' | cut -c 1-200)
+        detail=$(grep -v '^[[:space:]]*$' "$OUT/$name.log" | tail -n 1 | tr '\t' ' ' |
+            sed -E 's/^test result: (.*); 0 ignored.*$/\1/' | cut -c 1-120)
     fi
     echo "exit $code after $((SECONDS - start)) of at most $limit s"
     record "$kind" "$name" "$code" $((SECONDS - start)) "$limit" "$detail"
