@@ -16,6 +16,7 @@
 # No step stops the others; one that takes too long is ended and recorded. The exit status is 0 if parity,
 # gradients and conformance hold, 1 if not, and 2 if something is missing.
 set -uo pipefail
+export RUST_BACKTRACE=0
 SECONDS=0
 here=$(cd "$(dirname "$0")" && pwd)
 
@@ -57,7 +58,7 @@ incomplete=0
 # Libraries that the system lacks are in lib/; those that it has are its own.
 libraries() {
     local name
-    for name in $(LC_ALL=C ldd "$here"/bin/* "$here"/tests/* 2>&1 | sed -nE \
+    for name in $(LC_ALL=C ldd "$here"/bin/* 2>&1 | sed -nE \
         -e 's/^[[:space:]]*([^ ]+) => not found$/\1/p' \
         -e 's#^.*/([^/ :]+): version .* not found .*$#\1#p' | sort -u); do
         if [ -e "$here/lib/$name" ]; then
@@ -150,21 +151,16 @@ parity() { # KIND NAME ARGUMENT ...
 
 # The kernels against plain Rust. Emulated instructions are for devices that lack them.
 conformance() {
-    local files=("$here"/tests/*) file each
     case $DEVICE in
-        cuda | wgpu | cpu) ;;
+        cuda | wgpu | cpu)
+            step check conformance "${share[conformance]}" env VISION_ATTENTION_TEST_DEVICE="$DEVICE" \
+                VISION_ATTENTION_REQUIRE_GPU_TESTS=1 "$here/bin/conformance" --skip Emulated
+            ;;
         *)
             later=$((later - share[conformance]))
             leave_out extra conformance "these kernels are not those of $DEVICE"
-            return
             ;;
     esac
-    export VISION_ATTENTION_TEST_DEVICE=$DEVICE VISION_ATTENTION_REQUIRE_GPU_TESTS=1
-    each=$((share[conformance] / ${#files[@]}))
-    later=$((later - share[conformance] + each * ${#files[@]}))
-    for file in "${files[@]}"; do
-        step check "conformance-${file##*/}" "$each" "$file" --skip Emulated
-    done
 }
 
 bench() { # NAME ARGUMENT ...

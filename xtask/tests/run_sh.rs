@@ -32,7 +32,7 @@ fn bundle(parity: &str) -> TempDir {
     );
     program(&root.join("bin/xtask"), &script);
     program(&root.join("bin/attention-bench"), "echo \"$@\"");
-    program(&root.join("tests/rope_qk_norm"), "echo \"$VISION_ATTENTION_TEST_DEVICE\"");
+    program(&root.join("bin/conformance"), "echo \"$VISION_ATTENTION_TEST_DEVICE\"");
     folder
 }
 
@@ -66,7 +66,7 @@ fn every_step_runs_and_is_recorded() {
         assert_eq!(step(&results, name)["outcome"], "ok");
         assert_eq!(step(&results, name)["detail"], "3 passed, 0 failed");
     }
-    assert_eq!(step(&results, "conformance-rope_qk_norm")["detail"], "wgpu");
+    assert_eq!(step(&results, "conformance")["detail"], "wgpu");
     assert_eq!(step(&results, "torch")["outcome"], "left_out");
     let log = fs::read_to_string(bundle.path().join("out/attention.log")).unwrap();
     for part in ["--device wgpu", "--pass forward --pass backward", "--heads 12x128 --heads 24x64"]

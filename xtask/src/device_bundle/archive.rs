@@ -43,13 +43,11 @@ pub fn collect(
     }
     copy_all(fixtures, &bundle.join("fixtures"))?;
     let mut needed = BTreeMap::new();
-    for (room, programs) in [("bin", &built.programs), ("tests", &built.tests)] {
-        for Program { name, path } in programs {
-            let to = bundle.join(room).join(name);
-            copy(path, &to)?;
-            output("strip", Command::new("strip").arg(&to))?;
-            needed.extend(libraries(&output("ldd", Command::new("ldd").arg(&to))?));
-        }
+    for Program { name, path } in &built.programs {
+        let to = bundle.join("bin").join(name);
+        copy(path, &to)?;
+        output("strip", Command::new("strip").arg(&to))?;
+        needed.extend(libraries(&output("ldd", Command::new("ldd").arg(&to))?));
     }
     needed.iter().try_for_each(|(name, path)| copy(path, &bundle.join("lib").join(name)))
 }
@@ -143,9 +141,8 @@ mod tests {
         fs::write(&zeros, vec![0; 4 << 20]).unwrap();
         // Any program will do, best a small one.
         let path = PathBuf::from("/bin/ls");
-        let programs = |name: &str| vec![Program { name: name.to_owned(), path: path.clone() }];
-        let (programs, tests) = (programs("xtask"), programs("rope_qk_norm"));
-        let built = Built { programs, tests, folder: folder.path().to_owned() };
+        let programs = vec![Program { name: "xtask".to_owned(), path }];
+        let built = Built { programs, folder: folder.path().to_owned() };
         let bundle = folder.path().join("bundle");
         // Twice: what an earlier one left is not in the next.
         for _ in 0..2 {
@@ -168,7 +165,7 @@ mod tests {
             .collect();
         names.sort();
         let expected =
-            ["LICENSE-APACHE", "LICENSE-MIT", "bin", "fixtures", "run.sh", "tests", "torch_gpu.py"];
+            ["LICENSE-APACHE", "LICENSE-MIT", "bin", "fixtures", "run.sh", "torch_gpu.py"];
         assert_eq!(names, expected);
         assert_eq!(
             fs::metadata(unpacked.join("bundle/fixtures/model/zeros")).unwrap().len(),

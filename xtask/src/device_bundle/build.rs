@@ -12,6 +12,9 @@ use super::BundleError;
 /// would be the latest that the bindings know.
 const CUDA_VERSION: [&str; 2] = ["CUDARC_CUDA_VERSION", "12080"];
 
+/// What is built: measurements; parity, gradients and the report; the kernels against plain Rust.
+const PROGRAMS: [&str; 3] = ["attention-bench", "xtask", "conformance"];
+
 /// A program and the name that it has in the bundle.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Program {
@@ -24,10 +27,8 @@ pub struct Program {
 /// What cargo built.
 #[derive(Clone, Debug)]
 pub struct Built {
-    /// For `bin/`.
+    /// What `run.sh` runs.
     pub programs: Vec<Program>,
-    /// For `tests/`: the kernels against plain Rust.
-    pub tests: Vec<Program>,
     /// Where cargo builds.
     pub folder: PathBuf,
 }
@@ -51,26 +52,26 @@ pub fn build(devices: &[&str]) -> Result<Built, BundleError> {
     let programs = programs(&cargo(&arguments)?, "bin");
 
     // Without Burn, of which the tests need nothing. They bring wgpu themselves.
-    let mut arguments: Vec<String> =
-        ["test", "--no-run", "--package", "kernels-cubecl", "--test", "*"]
-            .map(str::to_owned)
-            .into();
-    let runtimes: Vec<&str> =
-        devices.iter().copied().filter(|name| ["cuda", "cpu"].contains(name)).collect();
-    if !runtimes.is_empty() {
-        arguments.extend(["--features".to_owned(), runtimes.join(",")]);
-    }
+    let runtimes = devices.iter().copied().filter(|name| ["cuda", "cpu"].contains(name));
+    let features: Vec<&str> = ["conformance"].into_iter().chain(runtimes).collect();
+    let tests = ["test", "--no-run", "--package", "kernels-cubecl", "--test", "conformance"];
+    let mut arguments: Vec<String> = tests.map(str::to_owned).into();
+    arguments.extend(["--features".to_owned(), features.join(",")]);
     let tests = self::programs(&cargo(&arguments)?, "test");
 
-    let missing =
-        |reason: &str| BundleError::Failed { program: "cargo", reason: reason.to_owned() };
+    let missing = |what| BundleError::Failed {
+        program: "cargo",
+        reason: format!("it built {what} of the {} programs", PROGRAMS.len()),
+    };
+    let programs: Vec<Program> = programs.into_iter().chain(tests).collect();
+    let built: Vec<&str> = programs.iter().map(|program| program.name.as_str()).collect();
     // target/release/xtask is in target/release, which is in target.
-    let folder = programs.first().and_then(|program| program.path.parent().and_then(Path::parent));
-    let folder = folder.ok_or_else(|| missing("it built no program"))?.to_owned();
-    if tests.is_empty() {
-        return Err(missing("it built no test"));
+    let folder = programs.iter().find(|program| program.name == "xtask");
+    let folder = folder.and_then(|program| program.path.parent().and_then(Path::parent));
+    match folder {
+        Some(folder) if built == PROGRAMS => Ok(Built { folder: folder.to_owned(), programs }),
+        _ => Err(missing(built.len())),
     }
-    Ok(Built { programs, tests, folder })
 }
 
 /// What cargo says when it builds with these arguments, a JSON object a line.

@@ -114,7 +114,7 @@ impl fmt::Display for Outcome {
 impl fmt::Display for Step {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let Self { name, outcome, seconds, limit, detail, .. } = self;
-        write!(f, "{name:<35} {outcome:<12}")?;
+        write!(f, "{name:<18} {outcome:<12}")?;
         if *outcome != Outcome::LeftOut {
             write!(f, " {seconds:>3} of {limit:>3} s  ")?;
         }
