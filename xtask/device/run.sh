@@ -47,7 +47,9 @@ declare -A share=(
 
 OUT=${OUT:-results}
 mkdir -p "$OUT" && OUT=$(cd "$OUT" && pwd) || { echo "error: cannot make the folder OUT" >&2; exit 2; }
+# What an earlier run left.
 rm -f "$OUT"/{steps.tsv,facts.tsv,results.json,table.txt,attention.json,rope_qk_norm.json,torch.json}
+for name in "${!share[@]}"; do rm -f "$OUT/$name.log"; done
 fact() { printf '%s\t%s\n' "$1" "$2" >>"$OUT/facts.tsv"; }
 missing() {
     echo "missing: $*" >&2
