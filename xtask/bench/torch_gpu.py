@@ -6,7 +6,7 @@ needs: pip install torch (2.10 or later for varlen)
 usage: torch_gpu.py [--json FILE] [--repeats N]
 
 Prints a line for each of
-  varlen  torch.nn.attention.varlen.varlen_attn over cu_seqlens: FlashAttention-2, or since torch 2.15
+  varlen  torch.nn.attention.varlen.varlen_attn over cu_seqlens: FlashAttention-2, or in later releases
           cuDNN where that is eligible; the backward pass alone, too
   loop    a loop over segments through scaled_dot_product_attention
   padded  one batch through scaled_dot_product_attention; no segment of the grid needs padding
