@@ -1,5 +1,5 @@
-//! The kernels on matrix units against plain Rust: on cooperative matrices where the device lists
-//! them, and everywhere with `mma.sync` emulated.
+//! The kernels on matrix units against plain Rust: on cooperative matrices and by `mma.sync` where the
+//! device lists them, and everywhere with `mma.sync` emulated.
 #![allow(clippy::unwrap_used)]
 
 #[path = "common/attention.rs"]
@@ -9,10 +9,10 @@ mod attention_grad;
 mod common;
 
 use attention::{Case, pairs, permuted, segments};
-use common::{F16, client};
-use cubecl::client::Client;
+use common::{BF16, F16, F32, client};
+use cubecl::{client::Client, ir::ElemType};
 use kernels_cubecl::{
-    Engine, TensorLayout,
+    AttentionProblem, Engine, TensorLayout, Unsupported,
     attention_varlen::{candidates_on, supports_engine},
 };
 use rstest::rstest;
@@ -21,16 +21,20 @@ use rstest::rstest;
 #[derive(Clone, Copy, Debug)]
 enum Units {
     Emulated,
+    Sync,
     Cooperative,
 }
 
-/// The case in f16 on one of the engines, if the device has it.
+/// The case, in f16 unless it says bf16, on one of the engines, if the device has it.
 fn on(client: &Client, units: Units, mut case: Case) -> Option<Case> {
+    if case.dtype == F32 {
+        case.dtype = F16;
+    }
     let engine = match units {
         Units::Emulated => Ok(Engine::EmulatedMma),
-        Units::Cooperative => Engine::cmma(client.properties(), F16),
+        Units::Sync => mma(client, case.dtype),
+        Units::Cooperative => Engine::cmma(client.properties(), case.dtype),
     };
-    case.dtype = F16;
     match engine {
         Ok(engine) => case.engine = Some(engine),
         Err(reason) => {
@@ -41,6 +45,13 @@ fn on(client: &Client, units: Units, mut case: Case) -> Option<Case> {
     Some(case)
 }
 
+/// `mma.sync`, if the device has it for a problem that no shared memory is too small for.
+fn mma(client: &Client, dtype: ElemType) -> Result<Engine, Unsupported> {
+    let layout = TensorLayout::contiguous([1, 1, 16]);
+    let problem = AttentionProblem::new(layout, layout, layout, dtype);
+    supports_engine(client.properties(), &problem, Engine::Mma).map(|_| Engine::Mma)
+}
+
 fn check(units: Units, case: Case, seed: u64) {
     let Some(client) = client() else { return };
     let Some(case) = on(&client, units, case) else { return };
@@ -49,10 +60,24 @@ fn check(units: Units, case: Case, seed: u64) {
 
 #[rstest]
 fn head_dims(
-    #[values(Units::Emulated, Units::Cooperative)] units: Units,
+    #[values(Units::Emulated, Units::Sync, Units::Cooperative)] units: Units,
     #[values(16, 40, 64, 72, 80, 96, 128)] head_dim: usize,
 ) {
     check(units, Case::new(head_dim, &segments("random", 50, 1)), 1);
+}
+
+/// The type of released models, which software devices have no matrices of.
+#[rstest]
+fn bf16(
+    #[values(Units::Sync, Units::Cooperative)] units: Units,
+    #[values(64, 72, 80, 128)] head_dim: usize,
+) {
+    let Some(client) = client() else { return };
+    let mut case = Case::new(head_dim, &segments("random", 50, 9));
+    case.dtype = BF16;
+    let Some(case) = on(&client, units, case) else { return };
+    case.check(&client, 9);
+    attention_grad::check(&client, &case, false, 9);
 }
 
 /// Where the rooms of two tiles fit no longer, one engine after the other refuses.
@@ -61,7 +86,7 @@ fn head_dims(
 #[case(128, 192)]
 #[case(256, 256)]
 fn wide_heads(
-    #[values(Units::Emulated, Units::Cooperative)] units: Units,
+    #[values(Units::Emulated, Units::Sync, Units::Cooperative)] units: Units,
     #[case] head_dim: usize,
     #[case] value_dim: usize,
 ) {
@@ -78,7 +103,7 @@ fn wide_heads(
 
 #[rstest]
 fn masks(
-    #[values(Units::Emulated, Units::Cooperative)] units: Units,
+    #[values(Units::Emulated, Units::Sync, Units::Cooperative)] units: Units,
     #[values(
         (false, None, None),
         (true, None, None),
@@ -94,7 +119,7 @@ fn masks(
 }
 
 #[rstest]
-fn softcap_and_groups(#[values(Units::Emulated, Units::Cooperative)] units: Units) {
+fn softcap_and_groups(#[values(Units::Emulated, Units::Sync, Units::Cooperative)] units: Units) {
     let mut case = pairs();
     case.window = (Some(20), Some(30));
     case.softcap = Some(30.0);
@@ -109,7 +134,7 @@ fn softcap_and_groups(#[values(Units::Emulated, Units::Cooperative)] units: Unit
 #[case::odd([0, 1, 2], 3)]
 #[case::elements_outermost([2, 1, 0], 0)]
 fn strides(
-    #[values(Units::Emulated, Units::Cooperative)] units: Units,
+    #[values(Units::Emulated, Units::Sync, Units::Cooperative)] units: Units,
     #[case] order: [usize; 3],
     #[case] padding: usize,
 ) {
@@ -120,7 +145,7 @@ fn strides(
 }
 
 #[rstest]
-fn empty_segments(#[values(Units::Emulated, Units::Cooperative)] units: Units) {
+fn empty_segments(#[values(Units::Emulated, Units::Sync, Units::Cooperative)] units: Units) {
     for (lengths_q, lengths_k) in [(vec![0, 0], vec![3, 4]), (vec![3, 4], vec![0, 0])] {
         let mut case = Case::new(64, &lengths_q);
         case.lengths_k = lengths_k;
@@ -129,7 +154,9 @@ fn empty_segments(#[values(Units::Emulated, Units::Cooperative)] units: Units) {
 }
 
 #[rstest]
-fn nan_stays_in_its_segment(#[values(Units::Emulated, Units::Cooperative)] units: Units) {
+fn nan_stays_in_its_segment(
+    #[values(Units::Emulated, Units::Sync, Units::Cooperative)] units: Units,
+) {
     let Some(client) = client() else { return };
     let Some(case) = on(&client, units, Case::new(64, &[40, 35, 50])) else { return };
     let layouts = case.shapes().map(TensorLayout::contiguous);
@@ -148,7 +175,7 @@ fn nan_stays_in_its_segment(#[values(Units::Emulated, Units::Cooperative)] units
 
 #[rstest]
 fn gradients(
-    #[values(Units::Emulated, Units::Cooperative)] units: Units,
+    #[values(Units::Emulated, Units::Sync, Units::Cooperative)] units: Units,
     #[values(64, 72)] head_dim: usize,
 ) {
     let Some(client) = client() else { return };
@@ -158,7 +185,9 @@ fn gradients(
 }
 
 #[rstest]
-fn gradients_with_all_options(#[values(Units::Emulated, Units::Cooperative)] units: Units) {
+fn gradients_with_all_options(
+    #[values(Units::Emulated, Units::Sync, Units::Cooperative)] units: Units,
+) {
     let Some(client) = client() else { return };
     let mut case = pairs();
     case.window = (Some(20), Some(30));
@@ -171,7 +200,7 @@ fn gradients_with_all_options(#[values(Units::Emulated, Units::Cooperative)] uni
 
 /// Every tiling of an engine is right, also while it is measured against the others.
 #[rstest]
-fn tilings(#[values(Units::Emulated, Units::Cooperative)] units: Units) {
+fn tilings(#[values(Units::Emulated, Units::Sync, Units::Cooperative)] units: Units) {
     let Some(client) = client() else { return };
     let Some(case) = on(&client, units, Case::new(32, &[70, 0, 33])) else { return };
     let layouts = case.shapes().map(TensorLayout::contiguous);

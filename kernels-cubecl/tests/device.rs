@@ -1,16 +1,16 @@
-//! That tests run where their features say: on the wrong compiler they would pass and prove nothing.
+//! That tests run where their features and `VISION_ATTENTION_TEST_DEVICE` say: on the wrong compiler they would pass and prove nothing.
 
 mod common;
 
-use common::{client, required};
+use common::{client, device_name, required};
 
 #[test]
 fn kernels_go_through_the_compiler_of_the_feature() {
     let Some(client) = client() else { return };
-    let expected = match () {
-        _ if cfg!(feature = "cpu") => "cpu",
-        _ if cfg!(feature = "spirv") => "wgpu<spirv>",
-        _ => "wgpu<wgsl>",
+    let expected = match device_name().as_str() {
+        "wgpu" if cfg!(feature = "spirv") => "wgpu<spirv>".to_owned(),
+        "wgpu" => "wgpu<wgsl>".to_owned(),
+        name => name.to_owned(),
     };
     assert_eq!(client.name(), expected);
 }

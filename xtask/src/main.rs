@@ -1,9 +1,11 @@
 //! Development commands: `cargo xtask parity`, `bench`, `devices`, `checkpoint`, `audit`,
-//! `provision`.
+//! `device-bundle`, `device-report`, `provision`.
 
 mod audit;
 mod bench;
 mod checkpoint;
+mod device_bundle;
+mod device_report;
 mod devices;
 mod parity;
 mod provision;
@@ -32,6 +34,10 @@ enum Command {
     Devices(devices::Devices),
     /// Compile kernels without a GPU; fail if one needs local memory or differs from the table.
     Audit(kernel_audit::Audit),
+    /// Build one archive that checks and measures the kernels on another machine's GPU.
+    DeviceBundle(device_bundle::DeviceBundle),
+    /// Sum up what a device bundle's run.sh found; run.sh does so itself.
+    DeviceReport(device_report::DeviceReport),
     /// Install what building for CUDA and `audit` need: LLVM, ptxas, nvdisasm, libdevice.
     Provision(provision::Provision),
 }
@@ -49,6 +55,8 @@ fn main() -> ExitCode {
         Command::Checkpoint(checkpoint) => checkpoint.run(),
         Command::Devices(devices) => devices.run(),
         Command::Audit(_) => audit::run(),
+        Command::DeviceBundle(bundle) => bundle.run(),
+        Command::DeviceReport(report) => report.run(),
         Command::Provision(provision) => provision.run(),
     };
     result.unwrap_or_else(|error| {

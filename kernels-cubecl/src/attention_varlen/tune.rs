@@ -81,8 +81,10 @@ pub(super) fn queue_fastest(
 
 /// One for each tiling that there is: a problem has some of them.
 fn tunables(tilings: Vec<String>) -> TunableSet<Key, Inputs, ()> {
-    let mut set =
-        TunableSet::new(|inputs: &Inputs| inputs.key.clone(), |_: &Key, inputs: &Inputs| inputs.clone());
+    let mut set = TunableSet::new(
+        |inputs: &Inputs| inputs.key.clone(),
+        |_: &Key, inputs: &Inputs| inputs.clone(),
+    );
     for tiling in tilings {
         set = set.with(Tunable::new(&tiling.clone(), move |inputs: Inputs| {
             let found = inputs.launches.iter().find(|(name, _)| *name == tiling);

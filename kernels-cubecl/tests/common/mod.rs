@@ -19,12 +19,27 @@ pub const BF16: ElemType = ElemType::Float(FloatKind::BF16);
 /// Elements on both sides of every buffer that no kernel may touch.
 pub const GUARD: usize = 1024;
 
-/// The device that tests run on, or `None` with a message where there is none. Where
+/// The device that tests run on: `VISION_ATTENTION_TEST_DEVICE` (wgpu, cpu or cuda), or the one that the
+/// features bring.
+pub fn device_name() -> String {
+    std::env::var("VISION_ATTENTION_TEST_DEVICE").unwrap_or_else(|_| {
+        let name = match () {
+            _ if cfg!(feature = "cuda") => "cuda",
+            _ if cfg!(feature = "cpu") => "cpu",
+            _ => "wgpu",
+        };
+        name.to_owned()
+    })
+}
+
+/// That device, or `None` with a message where there is none. Where
 /// `VISION_ATTENTION_REQUIRE_GPU_TESTS=1` is set, having none is a failure.
 pub fn client() -> Option<Client> {
-    let device = match cfg!(feature = "cpu") {
-        true => Device::cpu(),
-        false => Device::wgpu(WgpuDeviceKind::DefaultDevice),
+    let device = match device_name().as_str() {
+        "cuda" => Device::cuda(0),
+        "cpu" => Device::cpu(),
+        "wgpu" => Device::wgpu(WgpuDeviceKind::DefaultDevice),
+        name => panic!("VISION_ATTENTION_TEST_DEVICE `{name}`: expected wgpu, cpu or cuda"),
     };
     match device {
         Ok(device) => Some(device.client()),

@@ -24,6 +24,9 @@ pub struct Bench {
     /// Measure a forward and a backward pass together instead of a forward pass.
     #[arg(long)]
     pub backward: bool,
+    /// Which passes to measure, repeatable: forward, both together, or backward alone.
+    #[arg(long = "pass", value_enum, value_name = "PASS", conflicts_with = "backward")]
+    pub passes: Vec<Pass>,
     /// Images in the batch, repeatable: `pages` or SEGMENTSxLENGTH. By default 1x4096, 4x1024, 64x64
     /// and pages; for the tower pages alone.
     #[arg(long = "layout", value_name = "LAYOUT")]
@@ -68,6 +71,20 @@ pub struct Bench {
     /// Side of the matrices whose product gives the machine's rate.
     #[arg(long, value_name = "N", default_value_t = 2048, value_parser = positive, hide = true)]
     pub gemm: usize,
+    /// MiB of the array whose copy gives a device's rate.
+    #[arg(long, value_name = "MIB", default_value_t = 128, value_parser = positive, hide = true)]
+    pub copy: usize,
+}
+
+impl Bench {
+    /// The passes to measure, in order.
+    pub fn passes(&self) -> &[Pass] {
+        match (&self.passes[..], self.backward) {
+            ([], false) => &[Pass::Forward],
+            ([], true) => &[Pass::Both],
+            (asked, _) => asked,
+        }
+    }
 }
 
 /// What is measured.
@@ -83,6 +100,44 @@ pub enum Operation {
     RopeQkNorm,
     /// Two blocks of dots.ocr's tower, with its patch embedding and its adapter.
     Tower,
+}
+
+/// What of an operation is timed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum, Serialize)]
+#[value(rename_all = "snake_case")]
+#[serde(rename_all = "snake_case")]
+pub enum Pass {
+    /// The forward pass.
+    Forward,
+    /// A forward and a backward pass together.
+    Both,
+    /// The backward pass alone: the forward pass has run before.
+    Backward,
+}
+
+impl Pass {
+    /// Whether gradients are computed.
+    pub fn has_backward(self) -> bool {
+        self != Self::Forward
+    }
+
+    /// As table headings have it.
+    pub fn short(self) -> &'static str {
+        match self {
+            Self::Forward => "fwd",
+            Self::Both => "fwd+bwd",
+            Self::Backward => "bwd",
+        }
+    }
+
+    /// As sentences have it, after what is measured; a forward pass goes without saying.
+    pub fn suffix(self) -> &'static str {
+        match self {
+            Self::Forward => "",
+            Self::Both => " forward and backward",
+            Self::Backward => " backward",
+        }
+    }
 }
 
 /// What the time is plotted against.
@@ -242,7 +297,7 @@ macro_rules! show_as_value {
     )*};
 }
 
-show_as_value!(Operation, Scaling, Dtype);
+show_as_value!(Operation, Pass, Scaling, Dtype);
 
 /// For fields that are shown in results by their name.
 pub(crate) fn by_name<T: fmt::Display, S: Serializer>(
@@ -298,6 +353,8 @@ mod tests {
     #[case("--repeats", "0", "from 1 on")]
     #[case("--max-seconds", "nan", "positive number")]
     #[case("--op", "mlp", "rope_qk_norm")]
+    #[case("--pass", "all", "backward")]
+    #[case("--copy", "0", "from 1 on")]
     fn what_cannot_be_read_is_said(
         #[case] option: &str,
         #[case] value: &str,
@@ -308,6 +365,16 @@ mod tests {
     }
 
     #[rstest]
+    #[case("", &[Pass::Forward])]
+    #[case("--backward", &[Pass::Both])]
+    #[case("--pass backward --pass forward", &[Pass::Backward, Pass::Forward])]
+    fn passes_are_named_or_implied(#[case] line: &str, #[case] passes: &[Pass]) {
+        let words = std::iter::once("bench").chain(line.split_whitespace());
+        assert_eq!(Cli::try_parse_from(words).unwrap().bench.passes(), passes);
+    }
+
+    #[rstest]
+    #[case(Pass::Both.to_string(), "both")]
     #[case(Operation::AttentionVarlen.to_string(), "attention_varlen")]
     #[case(Scaling::Tokens.to_string(), "tokens")]
     #[case(Dtype::Bf16.to_string(), "bf16")]

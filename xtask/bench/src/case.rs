@@ -5,7 +5,7 @@ use std::fmt;
 use burn_dots_vit::DotsVitConfig;
 use burn_vision_attention::AttentionImplementation;
 
-use crate::arguments::{Dtype, Heads, Implementation, Operation};
+use crate::arguments::{Dtype, Heads, Implementation, Operation, Pass};
 use crate::layout::Layout;
 
 /// Layers of the tower that is measured; the rest of its config is dots.ocr's.
@@ -25,8 +25,8 @@ pub struct Case {
     pub layout: Layout,
     /// In which float type.
     pub dtype: Dtype,
-    /// Whether a backward pass follows the forward pass.
-    pub backward: bool,
+    /// What of it is timed.
+    pub pass: Pass,
 }
 
 /// The config of the tower that is measured.
@@ -58,8 +58,11 @@ impl Case {
     /// Floating-point operations that have to be done, attention's backward pass counted as 2.5 and a
     /// projection's as 2 forward passes; nothing for operations that move memory.
     pub fn flops(&self) -> Option<f64> {
-        let (attention_passes, projection_passes) =
-            if self.backward { (3.5, 3.0) } else { (1.0, 1.0) };
+        let (attention_passes, projection_passes) = match self.pass {
+            Pass::Forward => (1.0, 1.0),
+            Pass::Both => (3.5, 3.0),
+            Pass::Backward => (2.5, 2.0),
+        };
         let attention = attention_passes * self.attention_flops();
         let (tokens, dim) = (self.layout.tokens() as f64, self.heads.dim() as f64);
         let projections = 8.0 * tokens * dim * dim;
@@ -90,7 +93,12 @@ impl Case {
             let tables = 4 * self.layout.tokens() * self.heads.head_dim;
             let forward = 2 * pair + tables;
             let again = if self.qk_norm() { pair } else { 0 };
-            if self.backward { forward + 2 * pair + again + tables } else { forward }
+            let backward = 2 * pair + again + tables;
+            match self.pass {
+                Pass::Forward => forward,
+                Pass::Both => forward + backward,
+                Pass::Backward => backward,
+            }
         })
     }
 
@@ -112,7 +120,7 @@ impl Case {
                 (pixels + merged * element, 0)
             }
         };
-        forward + if self.backward { gradients } else { 0 }
+        forward + if self.pass.has_backward() { gradients } else { 0 }
     }
 
     /// Bytes of f32 scores that an implementation holds at once: all tokens with all tokens for dense
@@ -122,7 +130,7 @@ impl Case {
         let composed = [AttentionImplementation::EagerV2, AttentionImplementation::Sdpa];
         let scores = match implementation {
             dense if dense.is_dense() => tokens * tokens,
-            Implementation::Ours(name) if self.backward && composed.contains(&name) => {
+            Implementation::Ours(name) if self.pass.has_backward() && composed.contains(&name) => {
                 self.layout.scores()
             }
             _ => 0,
@@ -138,9 +146,8 @@ impl Case {
 
 impl fmt::Display for Case {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Self { operation, heads, layout, dtype, backward } = self;
-        let pass = if *backward { " forward and backward" } else { "" };
-        write!(f, "{operation} {heads} {layout} {dtype}{pass}")
+        let Self { operation, heads, layout, dtype, pass } = self;
+        write!(f, "{operation} {heads} {layout} {dtype}{}", pass.suffix())
     }
 }
 
@@ -152,30 +159,31 @@ mod tests {
     const SDPA: Implementation = Implementation::Ours(AttentionImplementation::Sdpa);
     const FLASH: Implementation = Implementation::Ours(AttentionImplementation::FlashAttention2);
 
-    fn case(operation: Operation, layout: Layout, backward: bool) -> Case {
-        Case { operation, heads: Heads::new(2, 8), layout, dtype: Dtype::F32, backward }
+    fn case(operation: Operation, layout: Layout, pass: Pass) -> Case {
+        Case { operation, heads: Heads::new(2, 8), layout, dtype: Dtype::F32, pass }
     }
 
     #[rstest]
     // 2 segments of 3 x 3 scores, 16 numbers a token, two products, a multiplication and an addition.
-    #[case(Operation::AttentionVarlen, false, Some(4.0 * 18.0 * 16.0))]
-    #[case(Operation::AttentionVarlen, true, Some(3.5 * 4.0 * 18.0 * 16.0))]
+    #[case(Operation::AttentionVarlen, Pass::Forward, Some(4.0 * 18.0 * 16.0))]
+    #[case(Operation::AttentionVarlen, Pass::Both, Some(3.5 * 4.0 * 18.0 * 16.0))]
+    #[case(Operation::AttentionVarlen, Pass::Backward, Some(2.5 * 4.0 * 18.0 * 16.0))]
     // 6 tokens through matrices of 16 x 48 and 16 x 16.
-    #[case(Operation::Layer, false, Some(1152.0 + 2.0 * 6.0 * 16.0 * 64.0))]
-    #[case(Operation::Layer, true, Some(3.5 * 1152.0 + 3.0 * 2.0 * 6.0 * 16.0 * 64.0))]
-    #[case(Operation::RopeQkNorm, false, None)]
+    #[case(Operation::Layer, Pass::Forward, Some(1152.0 + 2.0 * 6.0 * 16.0 * 64.0))]
+    #[case(Operation::Layer, Pass::Both, Some(3.5 * 1152.0 + 3.0 * 2.0 * 6.0 * 16.0 * 64.0))]
+    #[case(Operation::RopeQkNorm, Pass::Forward, None)]
     fn operations_are_counted(
         #[case] operation: Operation,
-        #[case] backward: bool,
+        #[case] pass: Pass,
         #[case] flops: Option<f64>,
     ) {
-        assert_eq!(case(operation, Layout::uniform(2, 3), backward).flops(), flops);
+        assert_eq!(case(operation, Layout::uniform(2, 3), pass).flops(), flops);
     }
 
     #[test]
     fn the_tower_counts_what_its_weights_multiply() {
         let layout = Layout::pages();
-        let case = Case { heads: tower_heads(), ..case(Operation::Tower, layout, false) };
+        let case = Case { heads: tower_heads(), ..case(Operation::Tower, layout, Pass::Forward) };
         let (tokens, dim) = (4096.0, 1536.0);
         let blocks = 2.0 * 2.0 * tokens * (4.0 * dim * dim + 3.0 * dim * 4224.0);
         let embed = 2.0 * tokens * 588.0 * dim;
@@ -186,29 +194,31 @@ mod tests {
 
     #[test]
     fn bytes_are_those_of_inputs_and_outputs() {
-        let rope = |backward| case(Operation::RopeQkNorm, Layout::uniform(2, 3), backward);
+        let rope = |pass| case(Operation::RopeQkNorm, Layout::uniform(2, 3), pass);
         let (tensor, tables) = (6 * 16 * 4, 2 * 6 * 4 * 4);
-        assert_eq!(rope(false).moved_bytes(), Some(4 * tensor + tables));
-        assert_eq!(rope(true).moved_bytes(), Some(8 * tensor + 2 * tables));
-        let normed = Case { heads: Heads::new(24, 64), ..rope(true) };
+        assert_eq!(rope(Pass::Forward).moved_bytes(), Some(4 * tensor + tables));
+        assert_eq!(rope(Pass::Both).moved_bytes(), Some(8 * tensor + 2 * tables));
+        assert_eq!(rope(Pass::Backward).moved_bytes(), Some(4 * tensor + tables));
+        let normed = Case { heads: Heads::new(24, 64), ..rope(Pass::Both) };
         assert_eq!(normed.moved_bytes(), Some(10 * 96 * tensor + 2 * 8 * tables));
-        assert_eq!(rope(false).visible_bytes(), 4 * tensor);
-        let attention = case(Operation::AttentionVarlen, Layout::uniform(2, 3), true);
+        assert_eq!(rope(Pass::Forward).visible_bytes(), 4 * tensor);
+        let attention = case(Operation::AttentionVarlen, Layout::uniform(2, 3), Pass::Both);
         assert_eq!(attention.visible_bytes(), 7 * tensor);
         assert_eq!(attention.moved_bytes(), None);
     }
 
     #[rstest]
-    #[case(Implementation::BurnMasked, false, 4 * 2 * 36)]
-    #[case(SDPA, false, 0)]
-    #[case(SDPA, true, 4 * 2 * 18)]
-    #[case(FLASH, true, 0)]
+    #[case(Implementation::BurnMasked, Pass::Forward, 4 * 2 * 36)]
+    #[case(SDPA, Pass::Forward, 0)]
+    #[case(SDPA, Pass::Both, 4 * 2 * 18)]
+    #[case(SDPA, Pass::Backward, 4 * 2 * 18)]
+    #[case(FLASH, Pass::Both, 0)]
     fn scores_are_counted_where_they_are_held(
         #[case] implementation: Implementation,
-        #[case] backward: bool,
+        #[case] pass: Pass,
         #[case] bytes: usize,
     ) {
-        let case = case(Operation::AttentionVarlen, Layout::uniform(2, 3), backward);
+        let case = case(Operation::AttentionVarlen, Layout::uniform(2, 3), pass);
         assert_eq!(case.score_bytes(implementation), bytes);
     }
 }

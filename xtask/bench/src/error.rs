@@ -34,6 +34,9 @@ pub enum BenchError {
         /// The device's name.
         device: &'static str,
     },
+    /// The peer has no such measurement.
+    #[error("--peer torch: it measures no backward pass alone; leave out --pass backward")]
+    PeerPass,
     /// The pool of threads could not be made.
     #[error("cannot start {threads} threads ({source}); ask for fewer by --threads")]
     Pool {

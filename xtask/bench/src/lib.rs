@@ -13,9 +13,11 @@
 //! | [`plan`] | which cases the arguments ask for |
 //! | [`runner`] | everything asked for, one after another |
 //! | [`report`], [`plot`] | the results as rows, tables and pictures |
+//! | [`device`] | what the device bundle found on a GPU, beside PyTorch |
 
 pub mod arguments;
 pub mod case;
+pub mod device;
 mod error;
 pub mod layout;
 pub mod machine;

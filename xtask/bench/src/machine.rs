@@ -9,11 +9,8 @@ use rayon::prelude::*;
 use serde::Serialize;
 
 use crate::arguments::Dtype;
-use crate::measure::{Effort, Failure, Results, Sample, measure};
+use crate::measure::{Effort, Failure, Results, Sample, measure, timed};
 use crate::results::Outputs;
-
-/// Bytes of the array that is copied: more than the caches hold.
-const COPIED: usize = 128 << 20;
 
 /// The machine and the versions that ran.
 #[derive(Clone, Debug, Serialize)]
@@ -104,14 +101,15 @@ pub fn gemm<E>(
     };
     let (a, b) = (matrix(), matrix());
     let product = || Box::new(Outputs(vec![a.clone().matmul(b.clone())])) as Box<dyn Results>;
-    measure(&product, sync, effort)
+    measure(&timed(product), sync, effort)
 }
 
-/// Rate of a copy in the host's memory, by all threads of the pool, in 10^9 bytes a second.
-pub fn copy_on_host(effort: Effort) -> f64 {
-    let from = vec![1_u8; COPIED];
-    let mut to = vec![0_u8; COPIED];
-    let part = COPIED.div_ceil(rayon::current_num_threads());
+/// Rate of a copy in the host's memory of so many bytes, which should be more than the caches hold, by
+/// all threads of the pool, in 10^9 bytes a second.
+pub fn copy_on_host(bytes: usize, effort: Effort) -> f64 {
+    let from = vec![1_u8; bytes];
+    let mut to = vec![0_u8; bytes];
+    let part = bytes.div_ceil(rayon::current_num_threads());
     let mut copy = || {
         let start = std::time::Instant::now();
         to.par_chunks_mut(part).zip(from.par_chunks(part)).for_each(|(to, from)| {
@@ -122,26 +120,28 @@ pub fn copy_on_host(effort: Effort) -> f64 {
     };
     copy();
     let times = (0..effort.repeats).map(|_| copy()).collect();
-    copy_gbs(&Sample::new(times, None))
+    copy_gbs(bytes, &Sample::new(times, None))
 }
 
-/// Rate of reading and writing each number of an array once on a device, in 10^9 bytes a second.
+/// Rate of reading and writing each number of an array of so many bytes once on a device, in 10^9 bytes
+/// a second.
 ///
 /// # Errors
 ///
 /// As [`measure`].
 pub fn copy_on_device<E>(
     device: &Device,
+    bytes: usize,
     sync: &dyn Fn() -> Result<(), E>,
     effort: Effort,
 ) -> Result<f64, Failure<E>> {
-    let from = Tensor::<1>::ones([COPIED / 4], (device, Dtype::F32.burn()));
+    let from = Tensor::<1>::ones([bytes / 4], (device, Dtype::F32.burn()));
     let copy = || Box::new(Outputs(vec![from.clone().add_scalar(1.0)])) as Box<dyn Results>;
-    Ok(copy_gbs(&measure(&copy, sync, effort)?))
+    Ok(copy_gbs(bytes, &measure(&timed(copy), sync, effort)?))
 }
 
-fn copy_gbs(sample: &Sample) -> f64 {
-    2.0 * COPIED as f64 / sample.median_ms / 1e6
+fn copy_gbs(bytes: usize, sample: &Sample) -> f64 {
+    2.0 * bytes as f64 / sample.median_ms / 1e6
 }
 
 #[cfg(test)]
@@ -169,12 +169,12 @@ mod tests {
     fn rates_are_work_over_time() {
         let sample = Sample::new(vec![2.0], None);
         assert_eq!(gemm_gflops(1000, &sample), 1000.0);
-        assert_eq!(copy_gbs(&sample), 2.0 * 134_217_728.0 / 2e-3 / 1e9);
-        let effort = Effort { repeats: 1, max_seconds: 1.0 };
-        assert!(copy_on_host(effort) > 0.0);
+        assert_eq!(copy_gbs(1 << 27, &sample), 2.0 * 134_217_728.0 / 2e-3 / 1e9);
+        let effort = Effort { repeats: 1, max_seconds: 1.0, queued_seconds: 0.0 };
+        assert!(copy_on_host(1 << 20, effort) > 0.0);
         let sync = || Ok::<(), String>(());
         let sample = gemm(&Device::flex(), Dtype::F32, 16, &sync, effort).unwrap();
         assert!(sample.median_ms > 0.0);
-        assert!(copy_on_device(&Device::flex(), &sync, effort).unwrap() > 0.0);
+        assert!(copy_on_device(&Device::flex(), 1 << 20, &sync, effort).unwrap() > 0.0);
     }
 }

@@ -65,7 +65,7 @@ struct Terms {
 
 impl Terms {
     fn new(dtype: Dtype, threads: usize, effort: Effort) -> Self {
-        let Effort { repeats, max_seconds } = effort;
+        let Effort { repeats, max_seconds, .. } = effort;
         Self { dtype, threads, repeats, max_seconds }
     }
 }
@@ -145,7 +145,7 @@ impl Peer {
             head_dim: case.heads.head_dim,
             lengths: case.layout.lengths().collect(),
             qk_norm: case.qk_norm(),
-            backward: case.backward,
+            backward: case.pass.has_backward(),
             terms: Terms::new(case.dtype, threads, effort),
         };
         self.ask(&request)
@@ -209,7 +209,7 @@ impl Drop for Peer {
 mod tests {
     #![allow(clippy::unwrap_used)]
     use super::*;
-    use crate::arguments::Heads;
+    use crate::arguments::{Heads, Pass};
     use crate::layout::Layout;
 
     #[test]
@@ -232,9 +232,9 @@ mod tests {
             heads: Heads::new(2, 8),
             layout: Layout::uniform(2, 3),
             dtype: Dtype::F32,
-            backward: true,
+            pass: Pass::Both,
         };
-        let effort = Effort { repeats: 5, max_seconds: 1.0 };
+        let effort = Effort { repeats: 5, max_seconds: 1.0, queued_seconds: 0.0 };
         let request = CaseRequest {
             op: case.operation,
             implementation: TorchImplementation::EagerV2,
@@ -242,7 +242,7 @@ mod tests {
             head_dim: case.heads.head_dim,
             lengths: case.layout.lengths().collect(),
             qk_norm: case.qk_norm(),
-            backward: case.backward,
+            backward: case.pass.has_backward(),
             terms: Terms::new(case.dtype, 2, effort),
         };
         let expected = serde_json::json!({

@@ -2,7 +2,7 @@
 
 use std::iter;
 
-use crate::arguments::{Bench, Heads, Operation, Scaling};
+use crate::arguments::{Bench, Heads, Operation, Pass, Scaling};
 use crate::case::{Case, tower_heads};
 use crate::layout::Layout;
 
@@ -40,9 +40,8 @@ pub(crate) fn or_default<'a, T>(asked: &'a [T], default: &'a [T]) -> &'a [T] {
     if asked.is_empty() { default } else { asked }
 }
 
-fn case(arguments: &Bench, operation: Operation, heads: Heads, layout: Layout) -> Case {
-    let &Bench { dtype, backward, .. } = arguments;
-    Case { operation, heads, layout, dtype, backward }
+fn case(arguments: &Bench, operation: Operation, heads: Heads, layout: Layout, pass: Pass) -> Case {
+    Case { operation, heads, layout, dtype: arguments.dtype, pass }
 }
 
 fn table(arguments: &Bench, operation: Operation) -> Vec<Case> {
@@ -51,9 +50,13 @@ fn table(arguments: &Bench, operation: Operation) -> Vec<Case> {
         _ => (or_default(&arguments.heads, &DEFAULT_HEADS).to_vec(), default_layouts()),
     };
     let layouts = or_default(&arguments.layouts, &layouts);
-    let of_heads = |heads: Heads| {
-        layouts.iter().map(move |layout| case(arguments, operation, heads, layout.clone()))
+    let of_layout = |heads: Heads, layout: &Layout| {
+        let passes = arguments.passes().iter();
+        passes
+            .map(|&pass| case(arguments, operation, heads, layout.clone(), pass))
+            .collect::<Vec<_>>()
     };
+    let of_heads = |heads: Heads| layouts.iter().flat_map(move |layout| of_layout(heads, layout));
     heads.into_iter().flat_map(of_heads).collect()
 }
 
@@ -79,11 +82,13 @@ fn curve(arguments: &Bench, scaling: Scaling, threads: usize) -> Vec<Point> {
             .map(|threads| (first(), threads))
             .collect(),
     };
-    let point = |(layout, threads)| {
-        let case = case(arguments, Operation::AttentionVarlen, heads, layout);
-        Point { case, threads, scaling: Some(scaling) }
+    let of_pass = |pass: Pass| {
+        places.iter().map(move |(layout, threads)| {
+            let case = case(arguments, Operation::AttentionVarlen, heads, layout.clone(), pass);
+            Point { case, threads: *threads, scaling: Some(scaling) }
+        })
     };
-    places.into_iter().map(point).collect()
+    arguments.passes().iter().flat_map(|&pass| of_pass(pass).collect::<Vec<_>>()).collect()
 }
 
 #[cfg(test)]
@@ -114,6 +119,25 @@ mod tests {
         }
         assert_eq!((count(Operation::Tower), points.len()), (1, 3 * of_heads + 1));
         assert!(points.iter().all(|p| p.threads == 6 && p.case.layout.tokens() == 4096));
+    }
+
+    #[test]
+    fn passes_of_a_case_follow_each_other() {
+        let points = plan(
+            "--op attention_varlen --heads 12x128 --heads 24x64 --layout 1x8 --layout 2x4 \
+                           --pass forward --pass backward",
+        );
+        let found: Vec<_> = points.iter().map(|point| point.case.to_string()).collect();
+        assert_eq!(
+            found[..3],
+            [
+                "attention_varlen 12x128 1x8 f32",
+                "attention_varlen 12x128 1x8 f32 backward",
+                "attention_varlen 12x128 2x4 f32",
+            ]
+        );
+        assert_eq!(found.len(), 8);
+        assert_eq!(plan("--scaling tokens --pass forward --pass both").len(), 14);
     }
 
     #[rstest]

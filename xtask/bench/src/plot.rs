@@ -11,7 +11,7 @@ use plotters::style::FontTransform;
 use plotters::style::text_anchor::{HPos, Pos, VPos};
 
 use crate::BenchError;
-use crate::arguments::{Heads, Operation, Scaling};
+use crate::arguments::{Heads, Operation, Pass, Scaling};
 use crate::report::{Report, Row};
 
 const FONT: &str = "sans-serif";
@@ -113,7 +113,7 @@ fn distinct<T: PartialEq>(values: impl Iterator<Item = T>) -> Vec<T> {
 struct Kind {
     op: Operation,
     heads: Heads,
-    backward: bool,
+    pass: Pass,
     scaling: Option<Scaling>,
 }
 
@@ -126,7 +126,7 @@ fn panels(rows: &[Row]) -> Vec<Panel<'_>> {
     let kind = |row: &Row| Kind {
         op: row.op,
         heads: row.head_layout(),
-        backward: row.backward,
+        pass: row.pass,
         scaling: row.scaling,
     };
     let panel = |wanted| {
@@ -169,8 +169,8 @@ fn text(size: i32, horizontal: HPos, vertical: VPos) -> TextStyle<'static> {
 
 impl Panel<'_> {
     fn title(&self) -> String {
-        let Kind { op, heads, backward, scaling } = self.kind;
-        let pass = if backward { ", forward and backward" } else { "" };
+        let Kind { op, heads, pass, scaling } = self.kind;
+        let pass = if pass.has_backward() { format!(",{}", pass.suffix()) } else { String::new() };
         let scaling = scaling.map_or_else(String::new, |axis| format!(" against {axis}"));
         format!("{op} {heads}{scaling}{pass}")
     }

@@ -1,7 +1,7 @@
 #![allow(clippy::unwrap_used)]
 
 use super::*;
-use crate::arguments::Dtype;
+use crate::arguments::{Dtype, Pass};
 use crate::case::Case;
 use crate::layout::Layout;
 use crate::machine::{Calibration, Machine};
@@ -30,10 +30,8 @@ fn report(scaling: &[Scaling]) -> Report {
             rows.push(Row::new(case, contender, &sample, &yardstick, scaling));
         }
     };
-    let case = |operation, heads, layout| {
-        let backward = false;
-        Case { operation, heads, layout, dtype, backward }
-    };
+    let case =
+        |operation, heads, layout| Case { operation, heads, layout, dtype, pass: Pass::Forward };
     for heads in [Heads::new(24, 64), Heads::new(12, 128)] {
         for layout in [Layout::uniform(1, 4096), Layout::uniform(64, 64), Layout::pages()] {
             add(&case(Operation::Layer, heads, layout), 2, None);

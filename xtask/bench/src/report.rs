@@ -8,7 +8,7 @@ use comfy_table::{CellAlignment, Table, presets};
 use serde::Serialize;
 
 use crate::BenchError;
-use crate::arguments::{Dtype, Heads, Operation, Scaling, by_name};
+use crate::arguments::{Dtype, Heads, Operation, Pass, Scaling, by_name};
 use crate::case::Case;
 use crate::layout::Layout;
 use crate::machine::{Calibration, Machine};
@@ -33,18 +33,22 @@ pub struct Row {
     pub tokens: usize,
     /// Float type of activations and weights.
     pub dtype: Dtype,
-    /// Whether a backward pass is part of it.
+    /// Whether gradients are computed.
     pub backward: bool,
+    /// What is timed.
+    pub pass: Pass,
     /// Time of a call, in milliseconds; median of the repeats.
     pub ms: f64,
     /// Time of the shortest call, in milliseconds.
     pub best_ms: f64,
-    /// Timed calls.
+    /// How often it was timed.
     pub repeats: usize,
     /// Rate of the operations that have to be done ([`Case::flops`]), in 10^9 a second.
     pub gflops: Option<f64>,
     /// That rate as a part of the device's rate of a large matrix product.
     pub gemm_share: Option<f64>,
+    /// Bytes that have to be moved ([`Case::moved_bytes`]), in 10^9 a second.
+    pub gbs: Option<f64>,
     /// Time as a multiple of copying the bytes that have to be moved ([`Case::moved_bytes`]).
     pub copy_ratio: Option<f64>,
     /// The most bytes of the host's memory in use above those before the call; on CPU devices alone.
@@ -87,8 +91,7 @@ impl Row {
         scaling: Option<Scaling>,
     ) -> Self {
         let gflops = case.flops().map(|flops| flops / sample.median_ms / 1e6);
-        let copy_ms = yardstick.copy_gbs.zip(case.moved_bytes());
-        let copy_ms = copy_ms.map(|(rate, bytes)| bytes as f64 / rate / 1e6);
+        let gbs = case.moved_bytes().map(|bytes| bytes as f64 / sample.median_ms / 1e6);
         Self {
             op: case.operation,
             device: contender.device.to_owned(),
@@ -98,13 +101,15 @@ impl Row {
             segments: case.layout.len(),
             tokens: case.layout.tokens(),
             dtype: case.dtype,
-            backward: case.backward,
+            backward: case.pass.has_backward(),
+            pass: case.pass,
             ms: sample.median_ms,
             best_ms: sample.best_ms,
             repeats: sample.repeats,
             gflops,
             gemm_share: gflops.map(|rate| rate / yardstick.gemm_gflops),
-            copy_ratio: copy_ms.map(|copy| sample.median_ms / copy),
+            gbs,
+            copy_ratio: yardstick.copy_gbs.zip(gbs).map(|(copy, rate)| copy / rate),
             peak_bytes: sample.peak_bytes,
             peak_ratio: sample.peak_bytes.map(|peak| peak as f64 / case.visible_bytes() as f64),
             threads: contender.threads,
@@ -124,7 +129,7 @@ impl Row {
     fn is_same_work(&self, other: &Self) -> bool {
         let key = |row: &Self| {
             let shape = (row.op, row.heads, row.head_dim, row.layout.clone(), row.qk_norm);
-            (shape, row.dtype, row.backward, row.scaling)
+            (shape, row.dtype, row.pass, row.scaling)
         };
         // A device without a number of threads is taken as it is.
         let threads = self.threads.is_none() || other.threads.is_none();
@@ -134,7 +139,7 @@ impl Row {
 
 impl fmt::Display for Row {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let pass = if self.backward { " with backward" } else { "" };
+        let pass = self.pass.suffix();
         let (heads, layout) = (self.head_layout(), &self.layout);
         let threads =
             self.threads.map_or_else(String::new, |threads| format!(", {threads} threads"));
@@ -189,8 +194,10 @@ pub struct Ratio {
     pub heads: Heads,
     /// The images.
     pub layout: String,
-    /// Whether a backward pass is part of it.
+    /// Whether gradients are computed.
     pub backward: bool,
+    /// What is timed.
+    pub pass: Pass,
     /// The library's device.
     pub device: String,
     /// Its threads, where it keeps to a number.
@@ -232,6 +239,7 @@ pub fn ratios(rows: &[Row]) -> Vec<Ratio> {
             heads: row.head_layout(),
             layout: row.layout.clone(),
             backward: row.backward,
+            pass: row.pass,
             device: row.device.clone(),
             threads: row.threads,
             ours: ours.implementation,
@@ -277,11 +285,19 @@ impl Report {
     }
 
     fn table(&self) -> Table {
-        let pass = |backward| if backward { "fwd+bwd" } else { "fwd" };
         let mut table = Table::new();
         let words = ["op", "heads", "layout", "dtype", "pass", "device", "implementation"];
-        let numbers =
-            ["threads", "ms", "best", "GFLOP/s", "of GEMM", "of copy", "peak MiB", "of in+out"];
+        let numbers = [
+            "threads",
+            "ms",
+            "best",
+            "GFLOP/s",
+            "of GEMM",
+            "GB/s",
+            "of copy",
+            "peak MiB",
+            "of in+out",
+        ];
         table.load_preset(presets::NOTHING).set_header(words.iter().chain(&numbers));
         table.add_rows(self.rows.iter().map(|row| {
             let number =
@@ -291,7 +307,7 @@ impl Report {
                 row.head_layout().to_string(),
                 row.layout.clone(),
                 row.dtype.to_string(),
-                pass(row.backward).to_owned(),
+                row.pass.short().to_owned(),
                 row.device.clone(),
                 row.implementation.to_owned(),
                 row.threads.map_or_else(String::new, |threads| threads.to_string()),
@@ -299,6 +315,7 @@ impl Report {
                 format!("{:.2}", row.best_ms),
                 row.gflops.map_or_else(String::new, |rate| format!("{rate:.1}")),
                 row.gemm_share.map_or_else(String::new, |share| format!("{:.0}%", 100.0 * share)),
+                row.gbs.map_or_else(String::new, |rate| format!("{rate:.1}")),
                 number(row.copy_ratio),
                 number(row.peak_bytes.map(|bytes| bytes as f64 / f64::from(1 << 20))),
                 number(row.peak_ratio),
@@ -331,7 +348,7 @@ impl Report {
                 ratio.op.to_string(),
                 ratio.heads.to_string(),
                 ratio.layout.clone(),
-                (if ratio.backward { "fwd+bwd" } else { "fwd" }).to_owned(),
+                ratio.pass.short().to_owned(),
                 ratio.device.clone(),
                 ratio.ours.to_owned(),
                 ratio.peer.to_owned(),

@@ -4,7 +4,7 @@ use super::*;
 
 fn case(layout: Layout) -> Case {
     let (operation, heads, dtype) = (Operation::Layer, Heads::new(2, 8), Dtype::F32);
-    Case { operation, heads, layout, dtype, backward: false }
+    Case { operation, heads, layout, dtype, pass: Pass::Forward }
 }
 
 fn yardstick() -> Calibration {
@@ -33,7 +33,9 @@ fn rates_and_shares_are_of_the_median() {
     let rope = Case { operation: Operation::RopeQkNorm, ..layer };
     let measured = row(&rope, "flex", "rope_qk_norm", 0.1);
     assert_eq!((measured.gflops, measured.gemm_share), (None, None));
-    let copy_seconds = rope.moved_bytes().unwrap() as f64 / 2e9;
+    let bytes = rope.moved_bytes().unwrap() as f64;
+    assert!((measured.gbs.unwrap() - bytes / 0.1e-3 / 1e9).abs() < 1e-12);
+    let copy_seconds = bytes / 2e9;
     assert!((measured.copy_ratio.unwrap() - 0.1e-3 / copy_seconds).abs() < 1e-9);
 }
 
@@ -43,8 +45,8 @@ fn rows_keep_the_contract() {
         serde_json::to_value(row(&case(Layout::uniform(2, 3)), "flex", "sdpa", 0.1)).unwrap();
     let expected = serde_json::json!({
         "op": "layer", "device": "flex", "implementation": "sdpa", "heads": 2, "head_dim": 8,
-        "segments": 2, "tokens": 6, "dtype": "f32", "backward": false, "ms": 0.1, "best_ms": 0.05,
-        "peak_bytes": 1536, "threads": 2, "qk_norm": false, "copy_ratio": null, "scaling": null,
+        "segments": 2, "tokens": 6, "dtype": "f32", "backward": false, "pass": "forward", "ms": 0.1, "best_ms": 0.05,
+        "peak_bytes": 1536, "threads": 2, "qk_norm": false, "gbs": null, "copy_ratio": null, "scaling": null,
     });
     for (key, value) in expected.as_object().unwrap() {
         assert_eq!(json.get(key), Some(value), "{key}");
@@ -56,7 +58,7 @@ fn rows_keep_the_contract() {
 fn the_fastest_of_each_side_are_compared_and_nothing_else() {
     let (small, large) = (case(Layout::uniform(2, 3)), case(Layout::uniform(1, 6)));
     let one_thread = Row { threads: Some(1), ..row(&small, TORCH, "torch_sdpa", 0.1) };
-    let backward = Case { backward: true, ..small.clone() };
+    let backward = Case { pass: Pass::Both, ..small.clone() };
     let rows = [
         row(&small, "flex", "sdpa", 6.0),
         row(&small, "flex", "burn_masked", 1.0),

@@ -5,7 +5,7 @@ use examples::devices::{NamedDevice, device};
 use rayon::ThreadPoolBuilder;
 
 use crate::BenchError;
-use crate::arguments::{Bench, Implementation, Operation, Scaling};
+use crate::arguments::{Bench, Implementation, Operation, Pass, Scaling};
 use crate::case::Case;
 use crate::machine::{
     Calibration, Machine, copy_on_device, copy_on_host, cores, gemm, gemm_gflops,
@@ -19,7 +19,11 @@ use crate::workload::{Candidate, MOST_SCORES, obstacle, prepare};
 /// Where `eager`, which is there to compare with, runs without being asked for.
 const SMALL_SCORES: usize = 256 << 20;
 
-/// Runs what the arguments ask for and shows each row as it comes.
+/// Seconds of calls in a row between two waits for a device that works beside the host.
+const QUEUED_SECONDS: f64 = 5e-3;
+
+/// Runs what the arguments ask for and shows each row as it comes. Where the arguments name a file for
+/// the results it holds those so far after each case.
 ///
 /// # Errors
 ///
@@ -28,6 +32,9 @@ pub fn run(arguments: &Bench, progress: &mut dyn FnMut(String)) -> Result<Report
     let devices = arguments.devices.iter().map(|name| device(name));
     let devices = devices.collect::<Result<Vec<NamedDevice>, _>>()?;
     devices.iter().try_for_each(|device| check(arguments, device))?;
+    if arguments.peer.is_some() && arguments.passes().contains(&Pass::Backward) {
+        return Err(BenchError::PeerPass);
+    }
     let peer = arguments.peer.map(|_| Peer::start(&arguments.python)).transpose()?;
     let machine = Machine::this(peer.as_ref().map(|peer| peer.version().to_owned()));
     let report = Report {
@@ -40,6 +47,9 @@ pub fn run(arguments: &Bench, progress: &mut dyn FnMut(String)) -> Result<Report
     let mut runner = Runner { arguments, devices, peer, progress, report };
     for point in points(arguments, cores()) {
         runner.point(&point)?;
+        if let Some(file) = &arguments.json {
+            runner.report.write(file)?;
+        }
     }
     let mut report = runner.report;
     report.ratios = ratios(&report.rows);
@@ -74,8 +84,11 @@ struct Runner<'a> {
 }
 
 impl Runner<'_> {
-    fn effort(&self) -> Effort {
-        Effort { repeats: self.arguments.repeats, max_seconds: self.arguments.max_seconds }
+    fn effort(&self, device: &str) -> Effort {
+        let &Bench { repeats, max_seconds, .. } = self.arguments;
+        let waits_for_each = device == TORCH || is_on_host(device);
+        let queued_seconds = if waits_for_each { 0.0 } else { QUEUED_SECONDS };
+        Effort { repeats, max_seconds, queued_seconds }
     }
 
     /// A case on every device, then by the peer: what is compared runs at about the same time.
@@ -146,11 +159,11 @@ impl Runner<'_> {
             return Ok(());
         }
         let yardstick = self.calibration(device, contender.threads)?;
-        let effort = self.effort();
+        let effort = self.effort(device.name);
         let sync = || synchronise(device, case.to_string());
         let sample = in_pool(contender.threads, || {
             let work = prepare(case, candidate, &device.device);
-            measure(&*work, &sync, effort)
+            measure(&work, &sync, effort)
         })?;
         let mut sample = match sample {
             Ok(sample) => sample,
@@ -185,7 +198,7 @@ impl Runner<'_> {
             self.skip(case, contender, reason);
             return Ok(());
         }
-        let effort = self.effort();
+        let effort = self.effort(TORCH);
         let yardstick = match self.peer_calibration(peer, point.threads)? {
             Ok(yardstick) => yardstick,
             Err(reason) => {
@@ -225,14 +238,15 @@ impl Runner<'_> {
         if let Some(known) = self.known(device.name, threads) {
             return Ok(known);
         }
-        let (effort, size, dtype) = (self.effort(), self.arguments.gemm, self.arguments.dtype);
+        let &Bench { gemm: size, dtype, copy, .. } = self.arguments;
+        let (effort, copied) = (self.effort(device.name), copy << 20);
         let sync = || synchronise(device, "calibration".to_owned());
         let (product, copy) = in_pool(threads, || {
             let product = gemm(&device.device, dtype, size, &sync, effort)?;
             let copy = if is_on_host(device.name) {
-                copy_on_host(effort)
+                copy_on_host(copied, effort)
             } else {
-                copy_on_device(&device.device, &sync, effort)?
+                copy_on_device(&device.device, copied, &sync, effort)?
             };
             Ok((product, copy))
         })?
@@ -257,7 +271,7 @@ impl Runner<'_> {
             return Ok(Ok(known));
         }
         let (size, dtype) = (self.arguments.gemm, self.arguments.dtype);
-        let sample = peer.gemm(size, dtype, threads, self.effort())?;
+        let sample = peer.gemm(size, dtype, threads, self.effort(TORCH))?;
         // The host copies as fast for one as for the other.
         let host = self.report.calibrations.iter();
         let mut host = host.filter(|known| is_on_host(&known.device));

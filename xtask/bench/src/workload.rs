@@ -12,10 +12,10 @@ use burn_vision_attention::{
     resolve_attn_implementation, rope_qk_norm,
 };
 
-use crate::arguments::{Implementation, Operation};
+use crate::arguments::{Implementation, Operation, Pass};
 use crate::case::{Case, tower_config};
 use crate::layout::Layout;
-use crate::measure::{Results, Work};
+use crate::measure::{Timed, Work, timed};
 use crate::results::{InputGradients, Outputs};
 
 /// The most bytes of scores for implementations that hold them all.
@@ -53,7 +53,7 @@ impl Candidate {
 /// Why a candidate is left out, where it is.
 pub fn obstacle(case: &Case, candidate: Candidate, device: &Device) -> Option<String> {
     if case.operation == Operation::Tower {
-        if case.backward {
+        if case.pass.has_backward() {
             return Some("the tower is measured forward only".to_owned());
         }
         if !case.layout.merges() {
@@ -74,7 +74,7 @@ pub fn obstacle(case: &Case, candidate: Candidate, device: &Device) -> Option<St
     let head_dim = case.heads.head_dim;
     let requirements =
         KernelRequirements { dtype: case.dtype.burn(), head_dim, value_dim: head_dim };
-    let device = with_gradients(device, case.backward);
+    let device = with_gradients(device, case.pass);
     let fallback = AttentionImplementation::Sdpa;
     let resolution = resolve_attn_implementation(requested, &device, &requirements, fallback);
     resolution.fallbacks.into_iter().next().map(|fallback| fallback.reason)
@@ -82,7 +82,7 @@ pub fn obstacle(case: &Case, candidate: Candidate, device: &Device) -> Option<St
 
 /// The call to measure, with inputs and weights made.
 pub fn prepare(case: &Case, candidate: Candidate, device: &Device) -> Work<'static> {
-    let device = with_gradients(device, case.backward);
+    let device = with_gradients(device, case.pass);
     match (case.operation, candidate) {
         (Operation::Tower, Candidate::Attention(Implementation::Ours(implementation))) => {
             tower(case, implementation, &device)
@@ -98,9 +98,9 @@ pub fn prepare(case: &Case, candidate: Candidate, device: &Device) -> Work<'stat
     }
 }
 
-fn with_gradients(device: &Device, backward: bool) -> Device {
+fn with_gradients(device: &Device, pass: Pass) -> Device {
     let device = device.clone();
-    if backward { device.autodiff() } else { device }
+    if pass.has_backward() { device.autodiff() } else { device }
 }
 
 /// Inputs of a case; with a backward pass they get gradients.
@@ -113,7 +113,7 @@ impl Inputs<'_> {
     fn random<const D: usize>(&self, shape: [usize; D]) -> Tensor<D> {
         let dtype = (self.device, self.case.dtype.burn());
         let tensor = Tensor::random(shape, Distribution::Normal(0.0, 1.0), dtype);
-        if self.case.backward { tensor.require_grad() } else { tensor }
+        if self.case.pass.has_backward() { tensor.require_grad() } else { tensor }
     }
 
     /// `[tokens, heads, head_dim]`.
@@ -134,18 +134,30 @@ impl Inputs<'_> {
     }
 }
 
-/// Runs the backward pass where the case has one. The sum's gradient is one everywhere.
-fn finish<const D: usize, const I: usize>(
-    outputs: Vec<Tensor<D>>,
-    input: &Tensor<I>,
-    backward: bool,
-) -> Box<dyn Results> {
-    if !backward {
-        return Box::new(Outputs(outputs));
+/// A forward pass as work, with the backward pass where there is one. The sum's gradient is one
+/// everywhere.
+fn passes<const D: usize, const I: usize>(
+    pass: Pass,
+    input: Tensor<I>,
+    forward: impl Fn() -> Vec<Tensor<D>> + 'static,
+) -> Work<'static> {
+    if pass == Pass::Forward {
+        return timed(move || Box::new(Outputs(forward())));
     }
-    let sums = outputs.into_iter().map(Tensor::sum);
-    let sum = sums.reduce(|a, b| a + b).expect("every operation has an output");
-    Box::new(InputGradients { gradients: sum.backward(), input: input.clone() })
+    let loss = move || {
+        let sums = forward().into_iter().map(Tensor::sum);
+        sums.reduce(|a, b| a + b).expect("every operation has an output")
+    };
+    let backward = |loss: Tensor<1>, input: Tensor<I>| {
+        Box::new(InputGradients { gradients: loss.backward(), input })
+    };
+    if pass == Pass::Both {
+        return timed(move || backward(loss(), input.clone()));
+    }
+    Box::new(move || {
+        let (loss, input) = (loss(), input.clone());
+        Box::new(move || backward(loss, input)) as Timed<'static>
+    })
 }
 
 fn layer(case: &Case, implementation: Implementation, device: &Device) -> Work<'static> {
@@ -159,13 +171,12 @@ fn layer(case: &Case, implementation: Implementation, device: &Device) -> Work<'
     let layer = config.init(device).map(&mut Cast(case.dtype.burn()));
     let x = inputs.random([case.layout.tokens(), case.heads.dim()]);
     let (segments, rope) = (case.layout.segments(), inputs.rope());
-    let (mask, backward) = (inputs.mask(implementation), case.backward);
-    Box::new(move || {
-        let out = match &mask {
+    let mask = inputs.mask(implementation);
+    passes(case.pass, x.clone(), move || {
+        vec![match &mask {
             None => layer.forward(x.clone(), &segments, Some(&rope)),
             Some(mask) => layer_by_burn(&layer, x.clone(), &rope, mask),
-        };
-        finish(vec![out], &x, backward)
+        }]
     })
 }
 
@@ -192,19 +203,18 @@ fn layer_by_burn(
 fn attention_alone(case: &Case, implementation: Implementation, device: &Device) -> Work<'static> {
     let inputs = Inputs { case, device };
     let tensors = [inputs.heads(), inputs.heads(), inputs.heads()];
-    let (mask, backward) = (inputs.mask(implementation), case.backward);
+    let mask = inputs.mask(implementation);
     let segments: Segments = case.layout.segments();
-    Box::new(move || {
+    passes(case.pass, tensors[0].clone(), move || {
         let [q, k, v] = tensors.clone();
-        let out = match (&mask, implementation) {
+        vec![match (&mask, implementation) {
             (None, Implementation::Ours(name)) => {
                 let options = AttentionOptions::default();
                 attention_varlen_by(name, q, k, v, &segments, &segments, &options)
             }
             (Some(mask), _) => attention_by_burn([q, k, v], mask),
             (None, Implementation::BurnMasked) => unreachable!("it has a mask"),
-        };
-        finish(vec![out], &tensors[0], backward)
+        }]
     })
 }
 
@@ -236,9 +246,7 @@ fn rope_alone(case: &Case, candidate: Candidate, device: &Device) -> Work<'stati
         norm.map(&mut Cast(case.dtype.burn()))
     };
     let norms = case.qk_norm().then(|| [norm(), norm()]);
-    let backward = case.backward;
-    Box::new(move || {
-        let input = &q;
+    passes(case.pass, q.clone(), move || {
         let (q, k) = (q.clone(), k.clone());
         let (q, k) = match candidate {
             Candidate::Composed => {
@@ -254,7 +262,7 @@ fn rope_alone(case: &Case, candidate: Candidate, device: &Device) -> Work<'stati
                 rope_qk_norm(q, k, Some(&rope), norms.as_ref())
             }
         };
-        finish(vec![q, k], input, backward)
+        vec![q, k]
     })
 }
 
@@ -274,9 +282,9 @@ fn tower(case: &Case, implementation: AttentionImplementation, device: &Device) 
     let inputs = Inputs { case, device };
     let pixels: Tensor<2> = inputs.random([case.layout.tokens(), config.pixel_row_len()]);
     let grids = case.layout.grids();
-    Box::new(move || {
+    passes(case.pass, pixels.clone(), move || {
         let features = tower.forward(pixels.clone(), &grids);
-        Box::new(Outputs(vec![features.expect("the grids are those of the pixels")]))
+        vec![features.expect("the grids are those of the pixels")]
     })
 }
 
@@ -300,15 +308,16 @@ mod tests {
     #![allow(clippy::unwrap_used)]
     use super::*;
     use crate::arguments::{Dtype, Heads};
+    use crate::measure::Results;
     use rstest::rstest;
 
     const EAGER: Candidate =
         Candidate::Attention(Implementation::Ours(AttentionImplementation::Eager));
     const BURN: Candidate = Candidate::Attention(Implementation::BurnMasked);
 
-    fn case(operation: Operation, backward: bool) -> Case {
+    fn case(operation: Operation, pass: Pass) -> Case {
         let (heads, dtype) = (Heads::new(2, 8), Dtype::F32);
-        Case { operation, heads, layout: Layout::uniform(3, 4), dtype, backward }
+        Case { operation, heads, layout: Layout::uniform(3, 4), dtype, pass }
     }
 
     #[rstest]
@@ -318,13 +327,18 @@ mod tests {
     #[case(Operation::AttentionVarlen, BURN)]
     #[case(Operation::RopeQkNorm, Candidate::RopeQkNorm)]
     #[case(Operation::RopeQkNorm, Candidate::Composed)]
-    fn backward_passes_give_gradients(#[case] operation: Operation, #[case] candidate: Candidate) {
+    fn backward_passes_give_gradients(
+        #[case] operation: Operation,
+        #[case] candidate: Candidate,
+        #[values(Pass::Both, Pass::Backward)] pass: Pass,
+    ) {
         for dtype in [Dtype::F32, Dtype::F16] {
-            let case = Case { dtype, ..case(operation, true) };
+            let case = Case { dtype, ..case(operation, pass) };
             let work = prepare(&case, candidate, &Device::flex());
-            // Twice, since every call has to record its own graph.
-            for _ in 0..2 {
-                assert_eq!(work().check(), Ok(()));
+            // Twice at once, since every call has to record its own graph.
+            let calls = [work(), work()];
+            for call in calls {
+                assert_eq!(call().check(), Ok(()));
             }
         }
     }
@@ -334,12 +348,13 @@ mod tests {
         let device = Device::flex();
         let flash = AttentionImplementation::FlashAttention3;
         let flash = Candidate::Attention(Implementation::Ours(flash));
-        assert!(obstacle(&case(Operation::Layer, false), flash, &device).is_some());
-        let large = Case { layout: Layout::uniform(1, 1 << 15), ..case(Operation::Layer, false) };
+        assert!(obstacle(&case(Operation::Layer, Pass::Forward), flash, &device).is_some());
+        let large =
+            Case { layout: Layout::uniform(1, 1 << 15), ..case(Operation::Layer, Pass::Forward) };
         let reason = obstacle(&large, BURN, &device).unwrap();
         assert_eq!(reason, "its scores would take 8.0 GiB");
-        assert_eq!(obstacle(&case(Operation::Layer, true), BURN, &device), None);
-        let odd = Case { layout: Layout::uniform(1, 9), ..case(Operation::Tower, false) };
+        assert_eq!(obstacle(&case(Operation::Layer, Pass::Both), BURN, &device), None);
+        let odd = Case { layout: Layout::uniform(1, 9), ..case(Operation::Tower, Pass::Forward) };
         assert!(obstacle(&odd, EAGER, &device).unwrap().contains("odd side"));
     }
 }

@@ -4,7 +4,7 @@
 
 use std::any::Any;
 
-use attention_bench::arguments::{Dtype, Heads, Implementation, Operation};
+use attention_bench::arguments::{Dtype, Heads, Implementation, Operation, Pass};
 use attention_bench::case::Case;
 use attention_bench::layout::Layout;
 use attention_bench::results::Outputs;
@@ -21,11 +21,11 @@ fn outputs<const D: usize>(
     heads: Heads,
     candidate: Candidate,
 ) -> Vec<TensorData> {
-    let (layout, dtype, backward) = (Layout::uniform(3, 4), Dtype::F32, false);
+    let (layout, dtype, pass) = (Layout::uniform(3, 4), Dtype::F32, Pass::Forward);
     let device = Device::flex();
     device.seed(7);
-    let work = prepare(&Case { operation, heads, layout, dtype, backward }, candidate, &device);
-    let results: Box<dyn Any> = work();
+    let work = prepare(&Case { operation, heads, layout, dtype, pass }, candidate, &device);
+    let results: Box<dyn Any> = work()();
     let Outputs::<D>(outputs) = *results.downcast().unwrap();
     outputs.into_iter().map(Tensor::into_data).collect()
 }

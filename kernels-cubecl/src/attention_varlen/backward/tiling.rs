@@ -177,8 +177,8 @@ pub(super) fn matrix_shapes(
 pub(super) fn tilings() -> Vec<String> {
     let matrix = MATRIX_TILES
         .map(|(planes, columns)| matrix_name("mma", 16 * planes, columns, planes * LANES));
-    let cmma = CMMA_TILES
-        .map(|(x, y, rows, columns)| matrix_name("cmma", rows * y, columns * x, x * y));
+    let cmma =
+        CMMA_TILES.map(|(x, y, rows, columns)| matrix_name("cmma", rows * y, columns * x, x * y));
     matrix.into_iter().chain(cmma).chain(["simt".to_owned()]).collect()
 }
 

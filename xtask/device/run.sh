@@ -1,0 +1,216 @@
+#!/usr/bin/env bash
+# Checks and measures burn-vision-attention on a GPU, in under 8 minutes.
+#
+# usage: ./run.sh
+#   needs the NVIDIA driver and a CUDA toolkit, of which libdevice is read; for ratios to PyTorch's
+#   varlen_attn also a Python with torch 2.10 or later. Built on Debian 12: glibc 2.36 or later.
+# Variables:
+#   OUT=./results   where results.json, table.txt and the log of each step go
+#   DEVICE=cuda     wgpu, flex, ...: as far as it is built in; other devices than cuda get a small grid
+#                   that proves this script and measures nothing
+#   CUDA_PATH       the toolkit; else CUDA_HOME, /usr/local/cuda, /opt/cuda, /usr/lib/cuda, /usr
+#   PYTHON=python3  the Python that has torch
+#   BUDGET=460      seconds for everything
+#   DTYPE, HEADS, LAYOUTS, GEMM, COPY   what is measured; see `bin/attention-bench --help`
+#
+# No step stops the others; one that takes too long is ended and recorded. The exit status is 0 if parity,
+# gradients and conformance hold, 1 if not, and 2 if something is missing.
+set -uo pipefail
+export RUST_BACKTRACE=0
+SECONDS=0
+here=$(cd "$(dirname "$0")" && pwd)
+
+DEVICE=${DEVICE:-cuda}
+PYTHON=${PYTHON:-python3}
+BUDGET=${BUDGET:-460}
+if [ "$DEVICE" = cuda ]; then
+    # The grid of torch_gpu.py, in its order.
+    grid_heads="12x128 24x64 16x80 16x72"
+    grid_layouts="1x16384 16x1024 256x64 4x4096 64x256 1x8836 24x729"
+    defaults=(bf16 8192 1024 20)
+else
+    grid_heads="12x128 24x64"
+    grid_layouts="1x128 2x64"
+    defaults=(f32 256 16 3)
+fi
+DTYPE=${DTYPE:-${defaults[0]}}
+GEMM=${GEMM:-${defaults[1]}}
+COPY=${COPY:-${defaults[2]}}
+HEADS=${HEADS:-$grid_heads}
+LAYOUTS=${LAYOUTS:-$grid_layouts}
+
+# The share of the budget, in hundredths, that each step can count on. What one leaves goes to those after it.
+declare -A share=(
+    [parity]=14 [gradients]=14 [conformance]=20 [attention]=27 [rope_qk_norm]=7 [torch]=14
+    [parity-composed]=2 [gradients-composed]=2
+)
+
+OUT=${OUT:-results}
+mkdir -p "$OUT" && OUT=$(cd "$OUT" && pwd) || { echo "error: cannot make the folder OUT" >&2; exit 2; }
+# What an earlier run left.
+rm -f "$OUT"/{steps.tsv,facts.tsv,results.json,table.txt,attention.json,rope_qk_norm.json,torch.json}
+for name in "${!share[@]}"; do rm -f "$OUT/$name.log"; done
+fact() { printf '%s\t%s\n' "$1" "$2" >>"$OUT/facts.tsv"; }
+missing() {
+    echo "missing: $*" >&2
+    incomplete=1
+}
+incomplete=0
+
+# Libraries that the system lacks are in lib/; those that it has are its own.
+libraries() {
+    local name
+    for name in $(LC_ALL=C ldd "$here"/bin/* 2>&1 | sed -nE \
+        -e 's/^[[:space:]]*([^ ]+) => not found$/\1/p' \
+        -e 's#^.*/([^/ :]+): version .* not found .*$#\1#p' | sort -u); do
+        if [ -e "$here/lib/$name" ]; then
+            mkdir -p "$OUT/lib"
+            ln -sf "$here/lib/$name" "$OUT/lib/"
+            export LD_LIBRARY_PATH="$OUT/lib${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}"
+        else
+            missing "$name in the version that these programs need; they were built on Debian 12 (glibc 2.36)"
+        fi
+    done
+}
+
+# The toolkit, of which the kernels' compiler reads one file.
+toolkit() {
+    local root file=nvvm/libdevice/libdevice.10.bc
+    for root in "${CUDA_PATH:-}" "${CUDA_HOME:-}" /usr/local/cuda /opt/cuda /usr/lib/cuda /usr; do
+        [ -n "$root" ] && [ -e "$root/$file" ] || continue
+        export CUDA_PATH=$root
+        local version
+        version=$(sed -nE '/"cuda" *:/,/}/s/.*"version" *: *"([^"]+)".*/\1/p' "$root/version.json" 2>/dev/null | head -n 1)
+        version=${version:-$(head -n 1 "$root/version" 2>/dev/null)}
+        version=${version:-$("$root/bin/nvcc" --version 2>/dev/null | sed -nE 's/.*, V([0-9.]+).*/\1/p')}
+        fact toolkit "${version:-of unknown release} in $root"
+        return
+    done
+    missing "a CUDA toolkit with $file; set CUDA_PATH to one"
+}
+
+nvidia() {
+    local index=${CUDA_VISIBLE_DEVICES:-0} answer name driver memory power
+    export CUDA_DEVICE_ORDER=PCI_BUS_ID
+    answer=$(nvidia-smi -i "${index%%,*}" --query-gpu=name,driver_version,memory.total,power.limit \
+        --format=csv,noheader 2>/dev/null | head -n 1) || return 0
+    IFS=, read -r name driver memory power <<<"$answer"
+    fact gpu "${name:-}"
+    fact driver "${driver# }"
+    fact memory "${memory# }"
+    fact power_limit "${power# }"
+}
+
+# Whether the device answers, and which kernels serve it.
+device() {
+    timeout 60 "$here/bin/xtask" devices >"$OUT/devices.log" 2>&1
+    grep -q "^$DEVICE (" "$OUT/devices.log" && return
+    missing "$(grep -m 1 "\`$DEVICE\`" "$OUT/devices.log" || echo "a device called $DEVICE; see $OUT/devices.log")"
+}
+
+record() { # KIND NAME CODE SECONDS LIMIT DETAIL
+    local IFS=$'\t'
+    printf '%s\n' "$*" >>"$OUT/steps.tsv"
+}
+
+leave_out() { # KIND NAME REASON
+    echo "$2: left out: $3"
+    record "$1" "$2" - 0 0 "$3"
+}
+
+# Hundredths of the budget that are promised to steps to come.
+later=100
+
+# step KIND NAME SHARE COMMAND ...: `check` has to hold, `extra` has to hold as far as there is time for it,
+# `measure` may fail. The limit is what the budget leaves beside the steps to come.
+step() {
+    local kind=$1 name=$2 code=0 start=$SECONDS limit detail
+    later=$((later - $3))
+    shift 3
+    limit=$((BUDGET - SECONDS - BUDGET * later / 100))
+    if ((limit < 1)); then
+        leave_out "$kind" "$name" "no time is left"
+        return
+    fi
+    printf '%s: ' "$name"
+    timeout --kill-after=5 "$limit" "$@" >"$OUT/$name.log" 2>&1 </dev/null || code=$?
+    detail=
+    # What a measurement says at its end is a table; its results are in a file.
+    if [ "$kind" != measure ] || ((code)); then
+        detail=$(grep -v '^[[:space:]]*$' "$OUT/$name.log" | tail -n 1 | tr '\t' ' ' |
+            sed -E 's/^test result: (.*); 0 ignored.*$/\1/' | cut -c 1-120)
+    fi
+    echo "exit $code after $((SECONDS - start)) of at most $limit s"
+    record "$kind" "$name" "$code" $((SECONDS - start)) "$limit" "$detail"
+}
+
+parity() { # KIND NAME ARGUMENT ...
+    local kind=$1 name=$2
+    shift 2
+    step "$kind" "$name" "${share[$name]}" \
+        "$here/bin/xtask" parity --fixtures "$here/fixtures" --device "$DEVICE" "$@"
+}
+
+# The kernels against plain Rust. Emulated instructions are for devices that lack them.
+conformance() {
+    case $DEVICE in
+        cuda | wgpu | cpu)
+            step check conformance "${share[conformance]}" env VISION_ATTENTION_TEST_DEVICE="$DEVICE" \
+                VISION_ATTENTION_REQUIRE_GPU_TESTS=1 "$here/bin/conformance" --skip Emulated
+            ;;
+        *)
+            later=$((later - share[conformance]))
+            leave_out extra conformance "these kernels are not those of $DEVICE"
+            ;;
+    esac
+}
+
+bench() { # NAME ARGUMENT ...
+    local name=$1 value arguments=()
+    shift
+    for value in $HEADS; do arguments+=(--heads "$value"); done
+    for value in $LAYOUTS; do arguments+=(--layout "$value"); done
+    step measure "$name" "${share[$name]}" "$here/bin/attention-bench" --device "$DEVICE" \
+        --dtype "$DTYPE" --gemm "$GEMM" --copy "$COPY" --repeats "${defaults[3]}" --max-seconds 1 \
+        --json "$OUT/$name.json" "${arguments[@]}" "$@"
+}
+
+torch() {
+    local find='import importlib.util, sys; sys.exit(importlib.util.find_spec("torch") is None)' reason=
+    if [ "$DEVICE" != cuda ]; then
+        reason="it measures NVIDIA GPUs alone"
+    elif ! command -v "$PYTHON" >/dev/null; then
+        reason="there is no $PYTHON; set PYTHON to one with torch for ratios to varlen_attn"
+    elif ! "$PYTHON" -c "$find" 2>/dev/null; then
+        reason="$PYTHON has no torch; set PYTHON to one with torch for ratios to varlen_attn"
+    fi
+    if [ -n "$reason" ]; then
+        later=$((later - share[torch]))
+        leave_out measure torch "$reason"
+    else
+        step measure torch "${share[torch]}" "$PYTHON" "$here/torch_gpu.py" --json "$OUT/torch.json"
+    fi
+}
+
+fact device "$DEVICE"
+fact dtype "$DTYPE"
+libraries
+[ "$DEVICE" != cuda ] || { toolkit; nvidia; }
+device
+if ((incomplete)); then
+    echo "nothing was checked and nothing measured" >&2
+    exit 2
+fi
+
+parity check parity --implementation flash_attention_2
+parity check gradients --implementation flash_attention_2 --gradients
+conformance
+bench attention --op attention_varlen --implementation flash_attention_2 --pass forward --pass backward
+bench rope_qk_norm --op rope_qk_norm
+torch
+composed=(--implementation eager --implementation eager_v2 --implementation sdpa)
+parity extra parity-composed "${composed[@]}"
+parity extra gradients-composed "${composed[@]}" --gradients
+
+fact seconds "$SECONDS"
+"$here/bin/xtask" device-report "$OUT"
