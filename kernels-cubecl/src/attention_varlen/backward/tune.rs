@@ -2,7 +2,10 @@
 
 use std::sync::Arc;
 
-use cubecl::{client::Client, tune::local_tuner};
+use cubecl::{
+    client::Client,
+    tune::{LocalTuner, local_tuner},
+};
 
 use super::{
     super::{

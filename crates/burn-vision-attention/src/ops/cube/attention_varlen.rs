@@ -9,9 +9,11 @@ use burn_cubecl::kernel::{into_contiguous, untile};
 use burn_cubecl::tensor::CubeTensor;
 use cubecl::client::Client;
 use kernels_cubecl::attention_varlen::backward::{
-    self, AttentionGradProblem, AttentionGradTensors, GradPlacements, GradWork, Placement,
+    self, AttentionGradProblem, AttentionGradTensors, CutGradWork, GradPlacements, Placement,
 };
-use kernels_cubecl::attention_varlen::{self as kernel, AttentionProblem, AttentionTensors};
+use kernels_cubecl::attention_varlen::{
+    self as kernel, AttentionProblem, AttentionTensors, CutWork,
+};
 use kernels_cubecl::{
     AttentionBlueprint, DeviceWorkList, Engine, LaunchError, TensorLayout, Unsupported, WorkList,
 };
@@ -105,13 +107,20 @@ fn launch_forward(
     if !autotunes() {
         blueprints.truncate(1);
     }
-    let segments = segments_q.len();
-    let (own_client, segments_q, segments_k) =
-        (client.clone(), segments_q.clone(), segments_k.clone());
-    let cut = Arc::new(move |tile_q| {
-        work_list(&own_client, &device, &segments_q, &segments_k, tile_q).list.clone()
-    });
-    kernel::launch_fastest(client, problem, &blueprints, segments, cut, tensors)
+    let cut = cut_work(client, &device, segments_q, segments_k);
+    kernel::launch_fastest(client, problem, &blueprints, segments_q.len(), cut, tensors)
+}
+
+/// Cuts the first of these segments into tiles.
+fn cut_work(
+    client: &Client,
+    device: &CubeDevice,
+    segments: &Segments,
+    others: &Segments,
+) -> CutWork {
+    let (client, device) = (client.clone(), device.clone());
+    let (segments, others) = (segments.clone(), others.clone());
+    Arc::new(move |tile| work_list(&client, &device, &segments, &others, tile).list.clone())
 }
 
 /// Whether tilings are measured where there is a choice: not if `VISION_ATTENTION_AUTOTUNE` is `off`.
@@ -256,18 +265,20 @@ fn launch_backward(
         stats: stats.binding(),
         grads: grads.clone().binding(),
     };
+    let cut_q = || cut_work(&client, &device, segments_q, segments_k);
+    let cut_k = || cut_work(&client, &device, segments_k, segments_q);
+    let work = match wanted {
+        Wanted::All => CutGradWork::All { cut_q: cut_q(), cut_k: cut_k() },
+        Wanted::Query => CutGradWork::Queries { cut_q: cut_q() },
+        Wanted::KeyValue => CutGradWork::KeysValues { cut_k: cut_k() },
+    };
     let launch = || -> Result<(), LaunchError> {
-        let blueprint = backward::supports(client.properties(), &problem)?;
-        let work_q = || work_list(&client, &device, segments_q, segments_k, blueprint.tile_q());
-        let work_k = || work_list(&client, &device, segments_k, segments_q, blueprint.tile_k());
-        let launch = |work: GradWork<'_>| {
-            backward::launch_wanted(&client, &problem, &blueprint, work, tensors)
-        };
-        match wanted {
-            Wanted::All => launch(GradWork::All { work_q: &work_q().list, work_k: &work_k().list }),
-            Wanted::Query => launch(GradWork::Queries { work_q: &work_q().list }),
-            Wanted::KeyValue => launch(GradWork::KeysValues { work_k: &work_k().list }),
+        let mut blueprints = backward::candidates(client.properties(), &problem)?;
+        if !autotunes() {
+            blueprints.truncate(1);
         }
+        let segments = segments_q.len();
+        backward::launch_fastest(&client, &problem, &blueprints, segments, work, tensors)
     };
     launch().unwrap_or_else(|error| panic!("attention_varlen, backward pass: {error}"));
 }
