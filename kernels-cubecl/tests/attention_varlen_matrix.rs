@@ -13,7 +13,7 @@ use common::{BF16, F16, F32, client};
 use cubecl::{client::Client, ir::ElemType};
 use kernels_cubecl::{
     AttentionProblem, Engine, TensorLayout, Unsupported,
-    attention_varlen::{candidates_on, supports_engine},
+    attention_varlen::{backward, candidates_on, supports_engine},
 };
 use rstest::rstest;
 
@@ -217,5 +217,26 @@ fn tilings(#[values(Units::Emulated, Units::Sync, Units::Cooperative)] units: Un
     for _ in 0..2 {
         let outputs = case.run_fastest(&client, &inputs, layouts, &blueprints);
         case.compare(&client, &inputs, outputs);
+    }
+}
+
+/// The same of the backward pass.
+#[rstest]
+fn gradient_tilings(#[values(Units::Emulated, Units::Sync, Units::Cooperative)] units: Units) {
+    let Some(client) = client() else { return };
+    let Some(case) = on(&client, units, Case::new(16, &[70, 0, 33])) else { return };
+    let problem = attention_grad::problem(&case, true);
+    let inputs = attention_grad::Inputs::new(&case, true, 9);
+    let engine = case.engine.unwrap();
+    let blueprints = backward::candidates_on(client.properties(), &problem, engine).unwrap();
+    assert!(blueprints.len() > 1, "{blueprints:?}");
+    let run = |blueprints: &[_]| {
+        attention_grad::run_fastest(&client, &case, &problem, &inputs, blueprints)
+    };
+    for blueprint in &blueprints {
+        attention_grad::compare(&case, &problem, &inputs, &run(&[*blueprint]));
+    }
+    for _ in 0..2 {
+        attention_grad::compare(&case, &problem, &inputs, &run(&blueprints));
     }
 }

@@ -1,11 +1,16 @@
 //! Attention's gradients in plain Rust, and one run of the kernels compared with them.
 #![allow(dead_code, clippy::unwrap_used)]
 
+use std::sync::Arc;
+
 use cubecl::{client::Client, prelude::TensorBinding};
 use kernels_cubecl::{
-    AttentionGradProblem, AttentionGradTensors, DeviceWorkList, GradPlacements, GradWork,
-    Placement, TensorLayout, WorkList,
-    attention_varlen::backward::{launch_wanted, supports, supports_engine},
+    AttentionGradBlueprint, AttentionGradProblem, AttentionGradTensors, DeviceWorkList,
+    GradPlacements, GradWork, Placement, TensorLayout, WorkList,
+    attention_varlen::{
+        CutWork,
+        backward::{CutGradWork, launch_fastest, launch_wanted, supports, supports_engine},
+    },
 };
 
 use super::{
@@ -155,6 +160,41 @@ pub fn run_wanted(
     let list = |a: &[usize], b: &[usize], tile| WorkList::new(a, b, tile).unwrap().upload(client);
     let work_q = list(&offsets.0, &offsets.1, blueprint.tile_q());
     let work_k = list(&offsets.1, &offsets.0, blueprint.tile_k());
+    let work = pick([&work_q, &work_k]);
+    queue(client, case, problem, inputs, grads_len, |tensors| {
+        launch_wanted(client, problem, &blueprint, work, tensors).unwrap();
+    })
+}
+
+/// Runs the fastest of several blueprints for all gradients; the gradient buffer.
+pub fn run_fastest(
+    client: &Client,
+    case: &Case,
+    problem: &AttentionGradProblem,
+    inputs: &Inputs,
+    blueprints: &[AttentionGradBlueprint],
+) -> Vec<u8> {
+    let [offsets_q, offsets_k] = [&case.lengths_q, &case.lengths_k].map(|l| cumulative(l));
+    let cut = |a: &[usize], b: &[usize]| -> CutWork {
+        let (a, b, device) = (a.to_vec(), b.to_vec(), client.clone());
+        Arc::new(move |tile| WorkList::new(&a, &b, tile).unwrap().upload(&device))
+    };
+    let (cut_q, cut_k) = (cut(&offsets_q, &offsets_k), cut(&offsets_k, &offsets_q));
+    let (segments, work) = (case.lengths_q.len(), CutGradWork::All { cut_q, cut_k });
+    queue(client, case, problem, inputs, problem.grads_len(), |tensors| {
+        launch_fastest(client, problem, blueprints, segments, work, tensors).unwrap();
+    })
+}
+
+/// Uploads everything, launches, and reads a gradient buffer of that many elements.
+fn queue(
+    client: &Client,
+    case: &Case,
+    problem: &AttentionGradProblem,
+    inputs: &Inputs,
+    grads_len: usize,
+    launch: impl FnOnce(AttentionGradTensors),
+) -> Vec<u8> {
     let stats = Output::new(client, F32, &problem.stats_shape());
     let grads = Output::new(client, case.dtype, &[grads_len]);
     let forward = &problem.forward;
@@ -175,7 +215,7 @@ pub fn run_wanted(
         stats: stats.binding(),
         grads: grads.binding(),
     };
-    launch_wanted(client, problem, &blueprint, pick([&work_q, &work_k]), tensors).unwrap();
+    launch(tensors);
     let written = stats.read(client).iter().all(|x| !x.is_nan());
     assert!(written || inputs.has_nan(), "stats: not every element is written");
     grads.bytes(client)
@@ -233,7 +273,12 @@ pub fn check_problem(
     problem: &AttentionGradProblem,
     inputs: &Inputs,
 ) {
-    let gradients = gather(case, problem, &run(client, case, problem, inputs));
+    compare(case, problem, inputs, &run(client, case, problem, inputs));
+}
+
+/// As [`check_problem`], of what a run left in the gradient buffer.
+pub fn compare(case: &Case, problem: &AttentionGradProblem, inputs: &Inputs, bytes: &[u8]) {
+    let gradients = gather(case, problem, bytes);
     let expected = reference(case, inputs, false);
     let plain = reference(case, inputs, true);
     for (i, name) in ["dq", "dk", "dv"].into_iter().enumerate() {

@@ -184,7 +184,7 @@ pub fn candidates(
     properties: &DeviceProperties,
     problem: &AttentionGradProblem,
 ) -> Result<Vec<AttentionGradBlueprint>, Unsupported> {
-    let of = |engine| engine_blueprints(properties, problem, engine);
+    let of = |engine| candidates_on(properties, problem, engine);
     let fast = Engine::fast(properties, problem.forward.dtype);
     fast.and_then(|engine| of(engine).ok()).map_or_else(|| of(Engine::Simt), Ok)
 }
@@ -203,11 +203,19 @@ pub fn supports_engine(
     problem: &AttentionGradProblem,
     engine: Engine,
 ) -> Result<AttentionGradBlueprint, Unsupported> {
-    engine_blueprints(properties, problem, engine).map(|blueprints| blueprints[0])
+    candidates_on(properties, problem, engine).map(|blueprints| blueprints[0])
 }
 
-/// The blueprints on one engine, the likeliest first, at least one.
-fn engine_blueprints(
+/// As [`candidates`], on this engine alone.
+///
+/// # Errors
+///
+/// As [`supports_engine`].
+///
+/// # Panics
+///
+/// As [`supports`].
+pub fn candidates_on(
     properties: &DeviceProperties,
     problem: &AttentionGradProblem,
     engine: Engine,

@@ -21,7 +21,9 @@ mod problem;
 mod tiling;
 mod tune;
 
-pub use blueprint::{AttentionGradBlueprint, GradPass, candidates, supports, supports_engine};
+pub use blueprint::{
+    AttentionGradBlueprint, GradPass, candidates, candidates_on, supports, supports_engine,
+};
 pub use launch::{AttentionGradTensors, GradWork, kernel, launch, launch_wanted};
 pub use problem::{AttentionGradProblem, GradPlacements, Placement};
 pub use tune::{CutGradWork, launch_fastest};
