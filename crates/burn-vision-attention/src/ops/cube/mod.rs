@@ -4,7 +4,6 @@ mod attention_varlen;
 mod qkv_attention;
 mod rope_qk_norm;
 
-use burn::backend::CubeDevice;
 use burn::backend::cubecl::dtype_to_storage_type;
 use burn::backend::tensor::FloatTensor;
 use burn::tensor::{DType, Shape};
