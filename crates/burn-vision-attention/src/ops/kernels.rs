@@ -38,7 +38,8 @@ pub(crate) fn supports_attention(
     }
 }
 
-/// The kernel of `flash_attention_2` for contiguous tensors of these shapes, in words, or which property is missing.
+/// The kernel of `flash_attention_2` for contiguous tensors of these shapes, in words, or which property
+/// is missing.
 pub(crate) fn describe_attention(
     device: &Device,
     dtype: DType,
