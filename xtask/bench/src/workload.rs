@@ -15,7 +15,7 @@ use burn_vision_attention::{
 use crate::arguments::{Implementation, Operation, Pass};
 use crate::case::{Case, tower_config};
 use crate::layout::Layout;
-use crate::measure::{Timed, Work, timed};
+use crate::measure::{Results, Timed, Work, timed};
 use crate::results::{InputGradients, Outputs};
 
 /// The most bytes of scores for implementations that hold them all.
@@ -148,7 +148,7 @@ fn passes<const D: usize, const I: usize>(
         let sums = forward().into_iter().map(Tensor::sum);
         sums.reduce(|a, b| a + b).expect("every operation has an output")
     };
-    let backward = |loss: Tensor<1>, input: Tensor<I>| {
+    let backward = |loss: Tensor<1>, input: Tensor<I>| -> Box<dyn Results> {
         Box::new(InputGradients { gradients: loss.backward(), input })
     };
     if pass == Pass::Both {
@@ -308,7 +308,6 @@ mod tests {
     #![allow(clippy::unwrap_used)]
     use super::*;
     use crate::arguments::{Dtype, Heads};
-    use crate::measure::Results;
     use rstest::rstest;
 
     const EAGER: Candidate =
