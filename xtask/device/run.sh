@@ -89,8 +89,13 @@ toolkit() {
     missing "a CUDA toolkit with $file; set CUDA_PATH to one"
 }
 
+# What the driver says of the GPU; without libcuda the device would only say that a task of it panicked.
 nvidia() {
     local index=${CUDA_VISIBLE_DEVICES:-0} answer name driver memory power
+    if ! command -v nvidia-smi >/dev/null && ! { PATH=$PATH:/sbin ldconfig -p | grep -q 'libcuda\.so\.1'; }; then
+        missing "the NVIDIA driver: there is neither nvidia-smi nor libcuda.so.1"
+        return
+    fi
     export CUDA_DEVICE_ORDER=PCI_BUS_ID
     answer=$(nvidia-smi -i "${index%%,*}" --query-gpu=name,driver_version,memory.total,power.limit \
         --format=csv,noheader 2>/dev/null | head -n 1) || return 0
@@ -196,7 +201,7 @@ fact device "$DEVICE"
 fact dtype "$DTYPE"
 libraries
 [ "$DEVICE" != cuda ] || { toolkit; nvidia; }
-device
+((incomplete)) || device
 if ((incomplete)); then
     echo "nothing was checked and nothing measured" >&2
     exit 2
