@@ -11,7 +11,7 @@
 #   CUDA_PATH       the toolkit; else CUDA_HOME, /usr/local/cuda, /opt/cuda, /usr/lib/cuda, /usr
 #   PYTHON=python3  the Python that has torch
 #   BUDGET=460      seconds for everything
-#   DTYPE, HEADS, LAYOUTS, GEMM, COPY   what is measured; see `bin/attention-bench --help`
+#   DTYPE, HEADS, LAYOUTS, GEMM, COPY   what is measured; see `bin/xtask bench --help`
 #
 # No step stops the others; one that takes too long is ended and recorded. The exit status is 0 if parity,
 # gradients and conformance hold, 1 if not, and 2 if something is missing.
@@ -175,7 +175,7 @@ bench() { # NAME ARGUMENT ...
     shift
     for value in $HEADS; do arguments+=(--heads "$value"); done
     for value in $LAYOUTS; do arguments+=(--layout "$value"); done
-    step measure "$name" "${share[$name]}" "$here/bin/attention-bench" --device "$DEVICE" \
+    step measure "$name" "${share[$name]}" "$here/bin/xtask" bench --device "$DEVICE" \
         --dtype "$DTYPE" --gemm "$GEMM" --copy "$COPY" --repeats "${defaults[3]}" --max-seconds 1 \
         --json "$OUT/$name.json" "${arguments[@]}" "$@"
 }
