@@ -92,12 +92,14 @@ fn probe(open: fn() -> Device) -> Result<Device, String> {
         two.map(|_| device).map_err(|error| format!("{error:?}"))
     }));
     std::panic::set_hook(hook);
-    answer.unwrap_or_else(|panic| {
+    let answer = answer.unwrap_or_else(|panic| {
         let message = panic.downcast_ref::<String>().cloned();
         let message =
             message.or_else(|| panic.downcast_ref::<&str>().map(|text| (*text).to_owned()));
-        Err(message.unwrap_or_else(|| "its driver panicked".to_owned()).replace('\n', " "))
-    })
+        Err(message.unwrap_or_else(|| "its driver panicked".to_owned()))
+    });
+    // Errors tell of their causes line by line.
+    answer.map_err(|reason| reason.split_whitespace().collect::<Vec<_>>().join(" "))
 }
 
 #[cfg(test)]
@@ -107,7 +109,10 @@ mod tests {
 
     #[test]
     fn a_device_that_is_not_there_is_an_error() {
-        assert_eq!(probe(|| panic!("no adapter")).unwrap_err(), "no adapter");
+        assert_eq!(
+            probe(|| panic!("no adapter\n  on Vulkan")).unwrap_err(),
+            "no adapter on Vulkan"
+        );
         assert!(probe(Device::flex).is_ok());
         assert_eq!(device("gpu").unwrap_err(), DeviceError::Unknown("gpu".to_owned()));
     }

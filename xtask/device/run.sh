@@ -11,7 +11,7 @@
 #   CUDA_PATH       the toolkit; else CUDA_HOME, /usr/local/cuda, /opt/cuda, /usr/lib/cuda, /usr
 #   PYTHON=python3  the Python that has torch
 #   BUDGET=460      seconds for everything
-#   DTYPE, HEADS, LAYOUTS, GEMM, COPY   what is measured; see `bin/attention-bench --help`
+#   DTYPE, HEADS, LAYOUTS, GEMM, COPY   what is measured; see `bin/xtask bench --help`
 #
 # No step stops the others; one that takes too long is ended and recorded. The exit status is 0 if parity,
 # gradients and conformance hold, 1 if not, and 2 if something is missing.
@@ -89,8 +89,13 @@ toolkit() {
     missing "a CUDA toolkit with $file; set CUDA_PATH to one"
 }
 
+# What the driver says of the GPU; without libcuda the device would only say that a task of it panicked.
 nvidia() {
     local index=${CUDA_VISIBLE_DEVICES:-0} answer name driver memory power
+    if ! command -v nvidia-smi >/dev/null && ! { PATH=$PATH:/sbin ldconfig -p | grep -q 'libcuda\.so\.1'; }; then
+        missing "the NVIDIA driver: there is neither nvidia-smi nor libcuda.so.1"
+        return
+    fi
     export CUDA_DEVICE_ORDER=PCI_BUS_ID
     answer=$(nvidia-smi -i "${index%%,*}" --query-gpu=name,driver_version,memory.total,power.limit \
         --format=csv,noheader 2>/dev/null | head -n 1) || return 0
@@ -170,7 +175,7 @@ bench() { # NAME ARGUMENT ...
     shift
     for value in $HEADS; do arguments+=(--heads "$value"); done
     for value in $LAYOUTS; do arguments+=(--layout "$value"); done
-    step measure "$name" "${share[$name]}" "$here/bin/attention-bench" --device "$DEVICE" \
+    step measure "$name" "${share[$name]}" "$here/bin/xtask" bench --device "$DEVICE" \
         --dtype "$DTYPE" --gemm "$GEMM" --copy "$COPY" --repeats "${defaults[3]}" --max-seconds 1 \
         --json "$OUT/$name.json" "${arguments[@]}" "$@"
 }
@@ -196,7 +201,7 @@ fact device "$DEVICE"
 fact dtype "$DTYPE"
 libraries
 [ "$DEVICE" != cuda ] || { toolkit; nvidia; }
-device
+((incomplete)) || device
 if ((incomplete)); then
     echo "nothing was checked and nothing measured" >&2
     exit 2

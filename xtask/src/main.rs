@@ -13,7 +13,12 @@ mod provision;
 use std::ffi::OsString;
 use std::process::ExitCode;
 
+use attention_bench::memory::CountingAllocator;
 use clap::{Parser, Subcommand};
+
+/// For `bench`.
+#[global_allocator]
+static ALLOCATOR: CountingAllocator = CountingAllocator;
 
 #[derive(Parser)]
 #[command(name = "cargo xtask", about = "Development commands of the vision attention workspace")]

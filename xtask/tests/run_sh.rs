@@ -27,11 +27,11 @@ fn bundle(parity: &str) -> TempDir {
          devices) echo 'flex (Flex)'; echo 'wgpu (Wgpu)'; echo 'device `cuda` is not built in' ;;\n\
          device-report) exec '{}' \"$@\" ;;\n\
          parity) {parity} ;;\n\
+         bench) echo \"$@\" ;;\n\
          esac",
         env!("CARGO_BIN_EXE_xtask")
     );
     program(&root.join("bin/xtask"), &script);
-    program(&root.join("bin/attention-bench"), "echo \"$@\"");
     program(&root.join("bin/conformance"), "echo \"$VISION_ATTENTION_TEST_DEVICE\"");
     folder
 }

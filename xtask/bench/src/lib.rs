@@ -32,3 +32,22 @@ pub mod runner;
 pub mod workload;
 
 pub use error::BenchError;
+
+use arguments::Bench;
+
+/// Measures what the arguments ask for, prints it, and writes the files that they name.
+///
+/// # Errors
+///
+/// As [`runner::run`], and when a file cannot be written.
+pub fn run(arguments: &Bench) -> Result<(), BenchError> {
+    let report = runner::run(arguments, &mut |line| eprintln!("{line}"))?;
+    println!("{report}");
+    if let Some(file) = &arguments.json {
+        report.write(file)?;
+    }
+    if let Some(file) = &arguments.plot {
+        plot::write(&report, file)?;
+    }
+    Ok(())
+}

@@ -4,7 +4,7 @@ use std::process::ExitCode;
 
 use attention_bench::arguments::Bench;
 use attention_bench::memory::CountingAllocator;
-use attention_bench::{BenchError, plot, runner};
+use attention_bench::run;
 use clap::Parser;
 
 #[global_allocator]
@@ -28,16 +28,4 @@ fn main() -> ExitCode {
             ExitCode::FAILURE
         }
     }
-}
-
-fn run(arguments: &Bench) -> Result<(), BenchError> {
-    let report = runner::run(arguments, &mut |line| eprintln!("{line}"))?;
-    println!("{report}");
-    if let Some(file) = &arguments.json {
-        report.write(file)?;
-    }
-    if let Some(file) = &arguments.plot {
-        plot::write(&report, file)?;
-    }
-    Ok(())
 }

@@ -12,8 +12,8 @@ use super::BundleError;
 /// would be the latest that the bindings know.
 const CUDA_VERSION: [&str; 2] = ["CUDARC_CUDA_VERSION", "12080"];
 
-/// What is built: measurements; parity, gradients and the report; the kernels against plain Rust.
-const PROGRAMS: [&str; 3] = ["attention-bench", "xtask", "conformance"];
+/// What is built: parity, gradients, measurements and the report; the kernels against plain Rust.
+const PROGRAMS: [&str; 2] = ["xtask", "conformance"];
 
 /// A program and the name that it has in the bundle.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -39,16 +39,11 @@ pub struct Built {
 ///
 /// When cargo cannot be started, fails, or builds something else.
 pub fn build(devices: &[&str]) -> Result<Built, BundleError> {
-    let packages = ["xtask", "attention-bench"];
-    let features = packages
-        .iter()
-        .flat_map(|package| devices.iter().map(move |device| format!("{package}/{device}")));
     let mut arguments: Vec<String> =
-        ["build", "--bins", "--no-default-features"].map(str::to_owned).into();
-    arguments.extend(
-        packages.iter().flat_map(|package| ["--package".to_owned(), (*package).to_owned()]),
-    );
-    arguments.extend(["--features".to_owned(), features.collect::<Vec<_>>().join(",")]);
+        ["build", "--bins", "--no-default-features", "--package", "xtask"]
+            .map(str::to_owned)
+            .into();
+    arguments.extend(["--features".to_owned(), devices.join(",")]);
     let programs = programs(&cargo(&arguments)?, "bin");
 
     // Without Burn, of which the tests need nothing. They bring wgpu themselves.
