@@ -105,6 +105,8 @@ provision_cuda() {
     "$to/bin/ptxas" --version >/dev/null
     echo "$cuda_version" >"$to/version"
     mkdir -p "$(dirname "$cuda")"
+    # What else was asked for before is asked for again.
+    [ ! -e "$nvrtc_mark" ] || with_nvrtc=1
     rm -rf "$cuda"
     mv "$to" "$cuda"
 }

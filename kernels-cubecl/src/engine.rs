@@ -16,7 +16,8 @@ use crate::{
     },
 };
 
-/// What multiplies the tiles of an attention kernel. The loop is the same on all.
+/// What multiplies the tiles of an attention kernel. The loop is the same on all but those with a producer,
+/// which have one of their own.
 ///
 /// Matrix engines round weights and, in the backward pass, gradients of scores to the type of q before
 /// they multiply them, as flash-attention does: in f16, gradients of scores beyond 65,504 become

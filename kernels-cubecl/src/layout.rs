@@ -61,11 +61,14 @@ impl TensorLayout {
     }
 
     /// Whether TMA can copy tiles of 16-bit elements from it: `cuTensorMapEncodeTiled` wants neighbours side
-    /// by side, and strides of whole 16 bytes and less than 2^40. The order of the axes is free.
+    /// by side, and strides of whole 16 bytes, more than none and less than 2^40. The order of the axes is
+    /// free.
     pub fn copies_by_tma(&self) -> bool {
         const UNIT: usize = 8;
         const LIMIT: usize = 1 << 39;
-        self.vector_size_up_to(UNIT, UNIT) == UNIT && self.strides.iter().all(|&s| s < LIMIT)
+        let strides = self.shape.into_iter().zip(self.strides);
+        let mut strides = strides.filter(|&(size, _)| size > 1).map(|(_, stride)| stride);
+        self.vector_size_up_to(UNIT, UNIT) == UNIT && strides.all(|s| 0 < s && s < LIMIT)
     }
 
     /// Widest vector, in elements, that `unit` consecutive elements of the last axis can be moved
@@ -149,6 +152,7 @@ mod tests {
         assert!(!strided([220, 72, 1]).copies_by_tma());
         assert!(!strided([216, 72, 2]).copies_by_tma());
         assert!(!strided([1 << 39, 72, 1]).copies_by_tma());
+        assert!(!strided([216, 0, 1]).copies_by_tma(), "expanded heads");
         assert!(TensorLayout { shape: [1, 3, 72], strides: [3, 72, 1] }.copies_by_tma());
     }
 

@@ -17,6 +17,7 @@ together: the median of all repeats.
 """
 import argparse
 import json
+import os
 import statistics
 import sys
 
@@ -107,7 +108,7 @@ def rows(repeats):
 
                         row["backward_ms"] = milliseconds(backward, repeats)
                         row["backward_tflops"] = 2.5 * flops / row["backward_ms"] / 1e9
-                except RuntimeError as error:  # out of memory, or not implemented for the shape
+                except Exception as error:  # out of memory, or not implemented for the shape
                     row["error"] = str(error).splitlines()[0][:200]
                 yield row
 
@@ -126,8 +127,10 @@ def main():
         words = (f"{key} {value:.3f}" if isinstance(value, float) else f"{value}" for key, value in row.items())
         print(*words, flush=True)
         if arguments.json:
-            with open(arguments.json, "w") as file:
+            # Whoever ends this program meanwhile leaves the last whole file.
+            with open(arguments.json + ".part", "w") as file:
                 json.dump(report, file, indent=1)
+            os.replace(arguments.json + ".part", arguments.json)
 
 
 main()

@@ -70,8 +70,8 @@ impl AttentionBlueprint {
     /// What it has in common with them.
     pub(super) fn kind(&self) -> String {
         let TileShape { head_dim, value_dim, .. } = self.shape;
-        let Self { engine, dtype, options, .. } = self;
-        format!("{engine} {dtype} {head_dim}/{value_dim}{options}")
+        let Self { engine, dtype, options, vectors, address_type, .. } = self;
+        format!("{engine} {dtype} {head_dim}/{value_dim}{options} {vectors:?} {address_type:?}")
     }
 
     /// Elements of the widest vector that q, k and v are read by.

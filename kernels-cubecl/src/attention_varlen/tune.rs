@@ -20,7 +20,8 @@ use crate::{DeviceWorkList, LaunchError};
 /// sizes measures a few times and not at each.
 #[derive(AutotuneKey, Clone, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub(super) struct Key {
-    /// Engine, dtype, head_dims and options, as blueprints print them.
+    /// Engine, dtype, head_dims, options and vectors, as blueprints print them, and the tilings to choose
+    /// from.
     kernel: String,
     heads: usize,
     heads_per_kv: usize,
@@ -35,9 +36,15 @@ pub(super) struct Key {
 
 impl Key {
     /// For kernels of a kind.
-    pub(super) fn of(kernel: String, problem: &AttentionProblem, segments: usize) -> Self {
+    pub(super) fn of(
+        kind: String,
+        launches: &[(String, Launch)],
+        problem: &AttentionProblem,
+        segments: usize,
+    ) -> Self {
+        let tilings: Vec<_> = launches.iter().map(|(tiling, _)| tiling.as_str()).collect();
         Self::new(
-            kernel,
+            format!("{kind}: {}", tilings.join(", ")),
             problem.heads(),
             problem.heads() / problem.heads_kv(),
             problem.tokens_q(),
@@ -70,12 +77,12 @@ pub(super) fn queue_fastest(
     tilings: fn() -> Vec<String>,
     client: &Client,
     key: Key,
-    launches: impl IntoIterator<Item = (String, Launch)>,
+    launches: Vec<(String, Launch)>,
 ) {
     let identity = &client.properties().identity;
     let device = format!("{} {}", identity.name, identity.fingerprint);
     let set = tuner.init(&device, move || tunables(tilings()));
-    let inputs = Inputs { key, launches: launches.into_iter().collect() };
+    let inputs = Inputs { key, launches: launches.into() };
     tuner.execute(&device, client, set, inputs);
 }
 
@@ -136,7 +143,8 @@ pub fn launch_fastest(
         };
         (blueprint.tiling(), Arc::new(run) as Launch)
     });
-    let key = Key::of(first.kind(), problem, segments);
+    let launches: Vec<_> = launches.collect();
+    let key = Key::of(first.kind(), &launches, problem, segments);
     queue_fastest(&TUNER, tilings, client, key, launches);
     Ok(())
 }

@@ -105,8 +105,9 @@ impl AttentionGradBlueprint {
     /// What it has in common with them.
     pub(super) fn kind(&self) -> String {
         let GradientShape { head_dim, value_dim, .. } = self.shape;
-        let Self { engine, dtype, options, .. } = self;
-        format!("backward {engine} {dtype} {head_dim}/{value_dim}{options}")
+        let Self { engine, dtype, options, vectors, address_type, .. } = self;
+        let kernel = format!("{engine} {dtype} {head_dim}/{value_dim}{options}");
+        format!("backward {kernel} {vectors:?} {address_type:?}")
     }
 
     /// Elements of the widest vector that tensors are read by.

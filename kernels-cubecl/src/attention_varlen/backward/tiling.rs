@@ -179,7 +179,7 @@ pub(super) fn tilings() -> Vec<String> {
         .map(|(planes, columns)| matrix_name("mma", 16 * planes, columns, planes * LANES));
     let cmma =
         CMMA_TILES.map(|(x, y, rows, columns)| matrix_name("cmma", rows * y, columns * x, x * y));
-    matrix.into_iter().chain(cmma).chain(["simt".to_owned()]).collect()
+    matrix.into_iter().chain(cmma).collect()
 }
 
 /// What tells the candidates for a problem apart.

@@ -106,7 +106,8 @@ pub fn launch_fastest(
         };
         (blueprint.tiling(), Arc::new(run) as Launch)
     });
-    let key = Key::of(first.kind() + wanted, forward, segments);
+    let launches: Vec<_> = launches.collect();
+    let key = Key::of(first.kind() + wanted, &launches, forward, segments);
     queue_fastest(&TUNER, tilings, client, key, launches);
     Ok(())
 }

@@ -306,7 +306,8 @@ struct UploadedWork {
     offsets_k: Box<[i32]>,
 }
 
-/// The work list of these segments, the first of which is cut into tiles of `tile` tokens: uploaded once for each device, then shared by all layers.
+/// The work list of these segments, the first of which is cut into tiles of `tile` tokens: uploaded once
+/// for each device, then shared by all layers.
 fn work_list(
     client: &Client,
     device: &CubeDevice,
