@@ -3,7 +3,10 @@
 use cubecl::{
     features::{Plane, TypeUsage},
     ir::{AddressType, DeviceProperties, ElemType},
-    prelude::{BufferCompilationArg, TensorCompilationArg, TensorMetaCompilationArg},
+    prelude::{
+        BufferCompilationArg, CubeDim, ExecutionMode, KernelSettings, TensorCompilationArg,
+        TensorMetaCompilationArg,
+    },
 };
 
 use crate::{TensorLayout, Unsupported};
@@ -35,6 +38,11 @@ impl DeviceKind {
             Self::Gpu
         }
     }
+}
+
+/// How a kernel on cubes of so many units is compiled without a device.
+pub(crate) fn kernel_settings(units: usize, address_type: AddressType) -> KernelSettings {
+    KernelSettings::new(*CubeDim::new_1d(units as u32), ExecutionMode::Unchecked, address_type)
 }
 
 /// Checks that buffers of this element type can be read, written and converted to f32.

@@ -11,7 +11,7 @@ use super::{
 };
 use crate::{
     DeviceWorkList, Engine, LaunchError, TensorLayout,
-    device::{buffer_arg, tensor_arg},
+    device::{buffer_arg, kernel_settings, tensor_arg},
     layout::{VECTOR, check_binding, check_buffer},
     tile::{Cmma, Emulated, Mma, Simt, TensorCore, TileAlgebra},
     work_list::{MAX_TOKENS, TILE_WORDS, fold_grid},
@@ -207,11 +207,7 @@ fn kernel_on<T: TileAlgebra>(
     properties: Arc<DeviceProperties>,
     target: Arc<TargetProperties>,
 ) -> Box<dyn CubeKernel> {
-    let settings = KernelSettings::new(
-        *CubeDim::new_1d(blueprint.units() as u32),
-        ExecutionMode::Unchecked,
-        blueprint.address_type,
-    );
+    let settings = kernel_settings(blueprint.units(), blueprint.address_type);
     let [vector_q, vector_k, vector_v] = blueprint.vectors;
     Box::new(attention_varlen::AttentionVarlen::<T>::new(
         settings,

@@ -10,7 +10,7 @@ use super::{
 };
 use crate::{
     DeviceWorkList,
-    device::{buffer_arg, tensor_arg},
+    device::{buffer_arg, kernel_settings, tensor_arg},
     tile::RingAlgebra,
     work_list::TILE_WORDS,
 };
@@ -76,11 +76,7 @@ pub(super) fn async_kernel<T: RingAlgebra>(
     properties: Arc<DeviceProperties>,
     target: Arc<TargetProperties>,
 ) -> Box<dyn CubeKernel> {
-    let settings = KernelSettings::new(
-        *CubeDim::new_1d(blueprint.units() as u32),
-        ExecutionMode::Unchecked,
-        blueprint.address_type,
-    );
+    let settings = kernel_settings(blueprint.units(), blueprint.address_type);
     let [vector_q, vector_k, vector_v] = blueprint.vectors;
     Box::new(attention_varlen_async::AttentionVarlenAsync::<T>::new(
         settings,

@@ -11,7 +11,7 @@ use super::{
 };
 use crate::{
     LaunchError, TensorLayout,
-    device::{buffer_arg, tensor_arg},
+    device::{buffer_arg, kernel_settings, tensor_arg},
     layout::{check_binding, check_buffer},
     work_list::fold_grid,
 };
@@ -258,11 +258,7 @@ pub fn kernel(
     properties: Arc<DeviceProperties>,
     target: Arc<TargetProperties>,
 ) -> Box<dyn CubeKernel> {
-    let settings = KernelSettings::new(
-        *CubeDim::new_1d(blueprint.units() as u32),
-        ExecutionMode::Unchecked,
-        blueprint.address_type,
-    );
+    let settings = kernel_settings(blueprint.units(), blueprint.address_type);
     let [weight_dtype, rounded] = norm_types(&blueprint);
     let has_norm = blueprint.norm.is_some();
     if !blueprint.fused {

@@ -238,6 +238,25 @@ impl Case {
         self.compare(client, &inputs, outputs);
     }
 
+    /// NaN in any tensor at this token, of the second of three segments, reaches that segment alone.
+    pub fn check_nan_containment(&self, client: &Client, token: usize) {
+        let layouts = self.shapes().map(TensorLayout::contiguous);
+        let width = self.heads * self.head_dim;
+        let start = self.lengths_q[0];
+        let end = start + self.lengths_q[1];
+        for poisoned in 0..3 {
+            let mut inputs = self.inputs(6);
+            let clean = self.run(client, &inputs, layouts).0.read(client);
+            inputs[poisoned][token * width + 5] = f64::NAN;
+            let out = self.run(client, &inputs, layouts).0.read(client);
+            assert!(
+                out[..start * width] == clean[..start * width]
+                    && out[end * width..] == clean[end * width..]
+            );
+            assert!(out[start * width..end * width].iter().any(|x| x.is_nan()));
+        }
+    }
+
     /// Compares what a run on these inputs wrote; see [`check_layouts`](Self::check_layouts).
     pub fn compare(&self, client: &Client, inputs: &[Vec<f64>; 3], (out, lse): (Output, Output)) {
         let (expected, expected_lse) = self.reference(inputs, false);

@@ -14,7 +14,7 @@ use super::{
 };
 use crate::{
     DeviceWorkList, LaunchError,
-    device::{buffer_arg, tensor_arg},
+    device::{buffer_arg, kernel_settings, tensor_arg},
     engine::Engine,
     layout::{VECTOR, check_binding, check_buffer},
     tile::{Cmma, Emulated, GradientAlgebra, Mma, Simt, TensorCore},
@@ -440,11 +440,7 @@ fn kernel_on<T: GradientAlgebra>(
     properties: Arc<DeviceProperties>,
     target: Arc<TargetProperties>,
 ) -> Box<dyn CubeKernel> {
-    let settings = KernelSettings::new(
-        *CubeDim::new_1d(blueprint.units(pass) as u32),
-        ExecutionMode::Unchecked,
-        blueprint.address_type,
-    );
+    let settings = kernel_settings(blueprint.units(pass), blueprint.address_type);
     let AttentionGradBlueprint { shape, options, dtype, .. } = blueprint;
     let [vector_q, vector_k, vector_v, vector_out, vector_d_out] = blueprint.vectors;
     let placement = || TargetCompilationArg { offset: (), token_stride: (), head_stride: () };

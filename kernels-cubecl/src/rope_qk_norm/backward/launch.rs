@@ -12,7 +12,7 @@ use super::{
 };
 use crate::{
     LaunchError, RotaryTables, Unsupported,
-    device::{buffer_arg, tensor_arg},
+    device::{buffer_arg, kernel_settings, tensor_arg},
     layout::check_buffer,
     rope_qk_norm::launch::{
         check_tables, check_weight, optional, tables_arg, tables_compilation_arg,
@@ -304,17 +304,13 @@ fn check_tensors(
     check_tables(tensors.tables.as_ref(), problem.rotary, problem.tokens, problem.head_dim, vector)
 }
 
-fn settings(units: usize, address_type: AddressType) -> KernelSettings {
-    KernelSettings::new(*CubeDim::new_1d(units as u32), ExecutionMode::Unchecked, address_type)
-}
-
 /// The kernel of a blueprint, for compiling it without a device.
 pub fn kernel(
     blueprint: RopeQkNormBackwardBlueprint,
     properties: Arc<DeviceProperties>,
     target: Arc<TargetProperties>,
 ) -> Box<dyn CubeKernel> {
-    let settings = settings(blueprint.units(), blueprint.address_type);
+    let settings = kernel_settings(blueprint.units(), blueprint.address_type);
     let Some(weight_dtype) = blueprint.norm else {
         return Box::new(rotation_backward::RotationBackward::new(
             settings,
@@ -362,7 +358,7 @@ pub fn weight_gradient_kernel(
     target: Arc<TargetProperties>,
 ) -> Box<dyn CubeKernel> {
     Box::new(weight_gradient::WeightGradient::new(
-        settings(blueprint.units(), AddressType::U32),
+        kernel_settings(blueprint.units(), AddressType::U32),
         properties,
         target,
         buffer_arg(),
