@@ -16,6 +16,7 @@ pub mod attention_varlen;
 mod device;
 mod engine;
 mod error;
+mod exp2;
 mod layout;
 pub mod rope_qk_norm;
 mod tile;

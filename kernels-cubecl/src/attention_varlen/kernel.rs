@@ -4,7 +4,11 @@ use cubecl::{ir::ElemType, prelude::*};
 
 use super::AttentionBlueprint;
 use crate::{
-    tile::{Band, MASKED, TileAlgebra},
+    tile::{
+        Band, MASKED,
+        Stream::{Keys, Values},
+        TileAlgebra,
+    },
     work_list::TILE_WORDS,
 };
 
@@ -23,6 +27,40 @@ impl ScoreOptions {
     }
 }
 
+/// What all cubes of a launch have in common.
+#[derive(CubeType, CubeLaunch, Clone, Copy)]
+#[expand(derive(Clone))]
+pub(super) struct Call {
+    /// Entries of the work list.
+    pub tiles: u32,
+    /// Heads of the rows.
+    pub heads: u32,
+    /// Query heads that share a key head.
+    pub heads_per_kv: u32,
+    /// Factor on products of queries and keys, before a cap.
+    pub score_scale: f32,
+    /// The cap of scores, where there is one.
+    pub softcap: f32,
+    /// The window's sides, where they are bounded.
+    pub left: i32,
+    pub right: i32,
+}
+
+impl Call {
+    /// For compiling a kernel without a device.
+    pub fn compiled() -> CallCompilationArg {
+        CallCompilationArg {
+            tiles: (),
+            heads: (),
+            heads_per_kv: (),
+            score_scale: (),
+            softcap: (),
+            left: (),
+            right: (),
+        }
+    }
+}
+
 /// The query tile of one cube.
 #[derive(CubeType)]
 pub(super) struct WorkItem {
@@ -37,8 +75,7 @@ pub(super) struct WorkItem {
 pub(super) fn work_item(
     work: &[i32],
     tile: u32,
-    left: i32,
-    right: i32,
+    call: &Call,
     #[comptime] options: ScoreOptions,
 ) -> WorkItem {
     let item = tile as usize * TILE_WORDS;
@@ -48,8 +85,8 @@ pub(super) fn work_item(
         k_start: work[item + 2] as usize,
         band: Band {
             diagonal: work[item + 4],
-            left,
-            right,
+            left: call.left,
+            right: call.right,
             k_len: work[item + 3],
             bounded_left: comptime!(options.bounded_left),
             bounded_right: comptime!(options.bounded_right),
@@ -68,13 +105,8 @@ pub(super) fn attention_varlen<T: TileAlgebra, F: Float, NQ: Size, NK: Size, NV:
     work: &[i32],
     out: &mut [Vector<F, Const<4>>],
     lse: &mut [f32],
-    tiles: u32,
-    heads: u32,
-    heads_per_kv: u32,
-    query_scale: f32,
-    softcap: f32,
-    left: i32,
-    right: i32,
+    call: Call,
+    query_factor: f32,
     minus_infinity: f32,
     #[comptime] blueprint: AttentionBlueprint,
     #[define(F)] _dtype: ElemType,
@@ -84,14 +116,17 @@ pub(super) fn attention_varlen<T: TileAlgebra, F: Float, NQ: Size, NK: Size, NV:
 ) {
     let shape = comptime!(blueprint.shape);
     let cube = CUBE_POS as u32;
-    if cube >= tiles * heads {
+    if cube >= call.tiles * call.heads {
         terminate!();
     }
-    let head = (cube / tiles) as usize;
-    let head_kv = head / heads_per_kv as usize;
-    let item = work_item(work, cube % tiles, left, right, blueprint.options);
+    let head = (cube / call.tiles) as usize;
+    let head_kv = head / call.heads_per_kv as usize;
+    let item = work_item(work, cube % call.tiles, &call, blueprint.options);
     let band = item.band;
     let q_rows = item.q_rows;
+    // A cap wants scores that are scaled, and gives some.
+    let scale =
+        if comptime!(blueprint.options.softcap) { f32::new(1.0f32) } else { call.score_scale };
 
     let mut workspace = T::workspace(shape);
     let mut scores = T::scores(shape);
@@ -101,40 +136,40 @@ pub(super) fn attention_varlen<T: TileAlgebra, F: Float, NQ: Size, NK: Size, NV:
     let mut correction = T::rows(f32::new(0.0f32), shape);
 
     let q_origin = item.q_start * q.stride(0) + head * q.stride(1);
-    T::load_query::<F, NQ>(&mut workspace, q, q_origin, q_rows as u32, shape);
+    T::load_query::<F, NQ>(&mut workspace, q, q_origin, q_rows as u32, query_factor, shape);
 
     let tile_k = comptime!(shape.k_rows as i32);
     let end = band.end_key(q_rows);
     let mut key = band.first_key();
     let (k_token, k_head) = (k.stride(0), head_kv * k.stride(1));
     let k_first = (item.k_start + key as usize) * k_token + k_head;
-    T::fetch_key::<F, NK>(&mut workspace, k, k_first, band.keys_from(key, tile_k), shape);
+    T::fetch::<F, NK>(&mut workspace, k, k_first, band.keys_from(key, tile_k), Keys, shape);
     while key < end {
         let keys = band.keys_from(key, tile_k);
         let token = item.k_start + key as usize;
 
-        T::stage_key::<F, NK>(&mut workspace, k, token * k_token + k_head, keys, shape);
+        T::stage::<F, NK>(&mut workspace, k, token * k_token + k_head, keys, Keys, shape);
         sync_cube();
         let v_origin = token * v.stride(0) + head_kv * v.stride(1);
-        T::fetch_value::<F, NV>(&mut workspace, v, v_origin, keys, shape);
-        T::mma_ab_t(&mut workspace, &mut scores, query_scale, shape);
+        T::fetch::<F, NV>(&mut workspace, v, v_origin, keys, Values, shape);
+        T::mma_ab_t(&mut workspace, &mut scores, shape);
         if comptime!(blueprint.options.softcap) {
-            T::softcap(&mut scores, softcap, shape);
+            T::softcap(&mut scores, call.score_scale, call.softcap, shape);
         }
         if band.cuts(key, tile_k, q_rows) {
             T::mask(&mut scores, &band, key, shape);
         }
-        T::row_max(&mut workspace, &scores, &mut maximum, &mut correction, shape);
-        T::exp(&mut scores, &maximum, shape);
+        T::row_max(&mut workspace, &scores, &mut maximum, &mut correction, scale, shape);
+        T::exp(&mut scores, &maximum, scale, shape);
         T::row_sum(&scores, &mut sum, &correction, shape);
         T::rescale(&mut output, &correction, shape);
 
         T::stage_weights(&mut workspace, &scores, shape);
-        T::stage_value::<F, NV>(&mut workspace, v, v_origin, keys, shape);
+        T::stage::<F, NV>(&mut workspace, v, v_origin, keys, Values, shape);
         sync_cube();
         key += tile_k;
         let next = (item.k_start + key as usize) * k_token + k_head;
-        T::fetch_key::<F, NK>(&mut workspace, k, next, band.keys_from(key, tile_k), shape);
+        T::fetch::<F, NK>(&mut workspace, k, next, band.keys_from(key, tile_k), Keys, shape);
         T::mma_ab(&mut workspace, &mut output, shape);
     }
 
@@ -143,10 +178,11 @@ pub(super) fn attention_varlen<T: TileAlgebra, F: Float, NQ: Size, NK: Size, NV:
         &output,
         &maximum,
         &sum,
+        scale,
         out,
         lse,
-        item.q_start * heads as usize + head,
-        heads as usize,
+        item.q_start * call.heads as usize + head,
+        call.heads as usize,
         q_rows as u32,
         minus_infinity,
         shape,

@@ -2,8 +2,15 @@
 
 use cubecl::{ir::ElemType, prelude::*};
 
-use super::{AttentionBlueprint, kernel::work_item};
-use crate::tile::{MASKED, RingAlgebra, TileShape};
+use super::{
+    AttentionBlueprint,
+    kernel::{Call, work_item},
+};
+use crate::tile::{
+    MASKED, RingAlgebra,
+    Stream::{Keys, Values},
+    TileShape,
+};
 
 /// As [`attention_varlen`](super::kernel::attention_varlen), with keys and values that come through
 /// rings: there is no barrier of the whole cube in the loop, and a plane that has its tile goes on.
@@ -18,13 +25,8 @@ pub(super) fn attention_varlen_async<T: RingAlgebra, F: Float, NQ: Size, NK: Siz
     work: &[i32],
     out: &mut [Vector<F, Const<4>>],
     lse: &mut [f32],
-    tiles: u32,
-    heads: u32,
-    heads_per_kv: u32,
-    query_scale: f32,
-    softcap: f32,
-    left: i32,
-    right: i32,
+    call: Call,
+    query_factor: f32,
     minus_infinity: f32,
     #[comptime] blueprint: AttentionBlueprint,
     #[define(F)] _dtype: ElemType,
@@ -34,14 +36,17 @@ pub(super) fn attention_varlen_async<T: RingAlgebra, F: Float, NQ: Size, NK: Siz
 ) {
     let shape = comptime!(blueprint.shape);
     let cube = CUBE_POS as u32;
-    if cube >= tiles * heads {
+    if cube >= call.tiles * call.heads {
         terminate!();
     }
-    let head = (cube / tiles) as usize;
-    let head_kv = head / heads_per_kv as usize;
-    let item = work_item(work, cube % tiles, left, right, blueprint.options);
+    let head = (cube / call.tiles) as usize;
+    let head_kv = head / call.heads_per_kv as usize;
+    let item = work_item(work, cube % call.tiles, &call, blueprint.options);
     let band = item.band;
     let q_rows = item.q_rows;
+    // A cap wants scores that are scaled, and gives some.
+    let scale =
+        if comptime!(blueprint.options.softcap) { f32::new(1.0f32) } else { call.score_scale };
 
     let mut workspace = T::workspace(shape);
     let mut rings = T::rings(shape);
@@ -61,51 +66,60 @@ pub(super) fn attention_varlen_async<T: RingAlgebra, F: Float, NQ: Size, NK: Siz
     for tile in 0..stages {
         let token = first + comptime!(tile as usize * shape.k_rows);
         if tile < count {
-            T::fill_key::<F, NK>(&mut workspace, &mut rings, k, tile, token, head_kv, shape);
+            T::fill::<F, NK>(&mut workspace, &mut rings, k, tile, token, head_kv, Keys, shape);
             if comptime!(tile + 1 < stages) {
-                T::fill_value::<F, NV>(&mut workspace, &mut rings, v, tile, token, head_kv, shape);
+                T::fill::<F, NV>(
+                    &mut workspace,
+                    &mut rings,
+                    v,
+                    tile,
+                    token,
+                    head_kv,
+                    Values,
+                    shape,
+                );
             }
         }
     }
     let q_origin = item.q_start * q.stride(0) + head * q.stride(1);
-    T::load_query::<F, NQ>(&mut workspace, q, q_origin, q_rows as u32, shape);
+    T::load_query::<F, NQ>(&mut workspace, q, q_origin, q_rows as u32, query_factor, shape);
 
     let mut tile = 0u32.runtime();
     while tile < count {
         let keys = band.keys_from(key, tile_k);
         let token = first + tile as usize * comptime!(shape.k_rows);
 
-        T::wait_key(&mut workspace, &mut rings, tile, shape);
-        T::mma_ab_t(&mut workspace, &mut scores, query_scale, shape);
-        T::release_key(&mut rings, tile, shape);
+        T::wait(&mut workspace, &mut rings, tile, Keys, shape);
+        T::mma_ab_t(&mut workspace, &mut scores, shape);
+        T::release(&mut rings, tile, Keys, shape);
         let next = tile + comptime!(stages - 1);
         if next < count {
             let token = token + comptime!((stages as usize - 1) * shape.k_rows);
-            T::fill_value::<F, NV>(&mut workspace, &mut rings, v, next, token, head_kv, shape);
+            T::fill::<F, NV>(&mut workspace, &mut rings, v, next, token, head_kv, Values, shape);
         }
         if comptime!(blueprint.options.softcap) {
-            T::softcap(&mut scores, softcap, shape);
+            T::softcap(&mut scores, call.score_scale, call.softcap, shape);
         }
         if band.cuts(key, tile_k, q_rows) {
             T::mask(&mut scores, &band, key, shape);
         }
-        T::row_max(&mut workspace, &scores, &mut maximum, &mut correction, shape);
-        T::exp(&mut scores, &maximum, shape);
+        T::row_max(&mut workspace, &scores, &mut maximum, &mut correction, scale, shape);
+        T::exp(&mut scores, &maximum, scale, shape);
         T::row_sum(&scores, &mut sum, &correction, shape);
         T::rescale(&mut output, &correction, shape);
 
         let next = tile + stages;
         if next < count {
             let token = token + comptime!(stages as usize * shape.k_rows);
-            T::fill_key::<F, NK>(&mut workspace, &mut rings, k, next, token, head_kv, shape);
+            T::fill::<F, NK>(&mut workspace, &mut rings, k, next, token, head_kv, Keys, shape);
         }
         T::stage_weights(&mut workspace, &scores, shape);
-        T::wait_value(&mut workspace, &mut rings, tile, shape);
+        T::wait(&mut workspace, &mut rings, tile, Values, shape);
         if keys < comptime!(shape.k_rows as u32) {
             T::clear_value(&mut workspace, keys, shape);
         }
         T::mma_ab(&mut workspace, &mut output, shape);
-        T::release_value(&mut rings, tile, shape);
+        T::release(&mut rings, tile, Values, shape);
         key += tile_k;
         tile += 1u32;
     }
@@ -115,10 +129,11 @@ pub(super) fn attention_varlen_async<T: RingAlgebra, F: Float, NQ: Size, NK: Siz
         &output,
         &maximum,
         &sum,
+        scale,
         out,
         lse,
-        item.q_start * heads as usize + head,
-        heads as usize,
+        item.q_start * call.heads as usize + head,
+        call.heads as usize,
         q_rows as u32,
         minus_infinity,
         shape,

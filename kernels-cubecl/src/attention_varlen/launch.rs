@@ -6,7 +6,7 @@ use cubecl::{client::Client, prelude::*};
 
 use super::{
     AttentionBlueprint, AttentionProblem,
-    kernel::attention_varlen,
+    kernel::{Call, CallLaunch, attention_varlen},
     launch_async::{async_kernel, run_async},
 };
 use crate::{
@@ -103,12 +103,10 @@ fn run<T: TileAlgebra>(
     work: &DeviceWorkList,
     tensors: AttentionTensors,
 ) {
-    let heads = problem.heads();
+    let (call, query_factor) = call(problem, work);
     let AttentionTensors { q, k, v, out, lse } = tensors;
     // Empty buffers cannot be bound. Without key tokens the kernel never reads k and v.
     let (k, v) = if problem.tokens_k() == 0 { (q.clone(), q.clone()) } else { (k, v) };
-    let (left, right) = bounds(problem);
-    let cap = problem.softcap.unwrap_or(1.0);
     // SAFETY: the work list holds `work.tiles` entries of the token counts that `launch` has
     // checked, as it has that the tensors reach no further than their buffers; the kernel masks
     // every row and key beyond its segment. Its loop advances by a positive constant.
@@ -124,13 +122,8 @@ fn run<T: TileAlgebra>(
             BufferArg::from_raw_parts(work.handle.clone(), work.tiles * TILE_WORDS),
             out.into_buffer_arg(),
             lse.into_buffer_arg(),
-            work.tiles as u32,
-            heads as u32,
-            (heads / problem.heads_kv()) as u32,
-            problem.softmax_scale / cap,
-            cap,
-            left,
-            right,
+            call,
+            query_factor,
             f32::NEG_INFINITY,
             *blueprint,
             blueprint.dtype,
@@ -139,6 +132,43 @@ fn run<T: TileAlgebra>(
             blueprint.vectors[2],
         );
     }
+}
+
+/// What cubes have in common, and the factor on queries.
+///
+/// Scores are compared before they are scaled, for which the scale has to be positive, and large enough
+/// for [`MASKED`](crate::tile::MASKED) to stay far below all others when it is scaled. So queries take its
+/// sign; and all scores are 0 where it would not make a difference between any of them.
+pub(super) fn call(problem: &AttentionProblem, work: &DeviceWorkList) -> (CallLaunch, f32) {
+    let scale = problem.softmax_scale;
+    let (query_factor, score_scale) = match problem.softcap {
+        Some(cap) => (1.0, scale / cap),
+        None if scale.abs() < LEAST_SCALE => (0.0, 1.0),
+        None => (scale.signum(), scale.abs()),
+    };
+    (call_with(problem, work, problem.heads(), score_scale, bounds(problem)), query_factor)
+}
+
+/// Times the largest product of finite bf16 rows that stays finite in f32, this is a score below 1e-6.
+const LEAST_SCALE: f32 = 1e-30;
+
+/// As [`call`], of rows that have this many heads.
+pub(super) fn call_with(
+    problem: &AttentionProblem,
+    work: &DeviceWorkList,
+    heads: usize,
+    score_scale: f32,
+    (left, right): (i32, i32),
+) -> CallLaunch {
+    CallLaunch::new(
+        work.tiles as u32,
+        heads as u32,
+        (problem.heads() / problem.heads_kv()) as u32,
+        score_scale,
+        problem.softcap.unwrap_or(1.0),
+        left,
+        right,
+    )
 }
 
 /// The window's sides; 0 where unbounded. Beyond the longest segment a window is unbounded; the
@@ -219,12 +249,7 @@ fn kernel_on<T: TileAlgebra>(
         buffer_arg(),
         buffer_arg(),
         buffer_arg(),
-        (),
-        (),
-        (),
-        (),
-        (),
-        (),
+        Call::compiled(),
         (),
         (),
         blueprint,

@@ -5,8 +5,8 @@ use std::sync::Arc;
 use cubecl::{client::Client, prelude::*};
 
 use super::{
-    AttentionBlueprint, AttentionProblem, AttentionTensors, kernel_async::attention_varlen_async,
-    launch::bounds,
+    AttentionBlueprint, AttentionProblem, AttentionTensors, kernel::Call,
+    kernel_async::attention_varlen_async, launch::call,
 };
 use crate::{
     DeviceWorkList,
@@ -24,7 +24,7 @@ pub(super) fn run_async<T: RingAlgebra>(
     work: &DeviceWorkList,
     tensors: AttentionTensors,
 ) {
-    let heads = problem.heads();
+    let (call, query_factor) = call(problem, work);
     let AttentionTensors { q, k, v, out, lse } = tensors;
     // Empty buffers cannot be bound. Without key tokens the kernel never reads k and v: the work list,
     // at the start of its allocation, stands in for them as one token of 16 bytes.
@@ -37,8 +37,6 @@ pub(super) fn run_async<T: RingAlgebra>(
         (k, v)
     };
     let argument = |tensor| T::argument(tensor, blueprint.tile_k(), blueprint.dtype);
-    let (left, right) = bounds(problem);
-    let cap = problem.softcap.unwrap_or(1.0);
     // SAFETY: as for the other kernel. Copies reach no further than the tensors, whatever they ask for,
     // and each is waited for by the loop that has begun it.
     unsafe {
@@ -53,13 +51,8 @@ pub(super) fn run_async<T: RingAlgebra>(
             BufferArg::from_raw_parts(work.handle.clone(), work.tiles * TILE_WORDS),
             out.into_buffer_arg(),
             lse.into_buffer_arg(),
-            work.tiles as u32,
-            heads as u32,
-            (heads / problem.heads_kv()) as u32,
-            problem.softmax_scale / cap,
-            cap,
-            left,
-            right,
+            call,
+            query_factor,
             f32::NEG_INFINITY,
             *blueprint,
             blueprint.dtype,
@@ -88,12 +81,7 @@ pub(super) fn async_kernel<T: RingAlgebra>(
         buffer_arg(),
         buffer_arg(),
         buffer_arg(),
-        (),
-        (),
-        (),
-        (),
-        (),
-        (),
+        Call::compiled(),
         (),
         (),
         blueprint,

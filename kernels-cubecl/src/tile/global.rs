@@ -5,14 +5,15 @@ use cubecl::prelude::*;
 /// The vector that tiles are held in.
 pub(crate) type F4 = Vector<f32, Const<4>>;
 
-/// Copies `tile_rows` rows of `width` vectors of 4 into shared rows of `pitch` vectors, converting to
-/// f32. Row 0 starts at element `origin` and rows are `source.stride(0)` apart; rows from `valid` on
+/// Copies `tile_rows` rows of `width` vectors of 4 into shared rows of `pitch` vectors, as f32
+/// times `factor`. Row 0 starts at element `origin` and rows are `source.stride(0)` apart; rows from `valid` on
 /// become zeros and read no memory.
 #[cube]
 pub(crate) fn load_rows<F: Float, N: Size>(
     source: &Tensor<Vector<F, N>>,
     origin: usize,
     valid: u32,
+    factor: f32,
     destination: &mut [F4],
     #[comptime] tile_rows: usize,
     #[comptime] width: usize,
@@ -31,7 +32,7 @@ pub(crate) fn load_rows<F: Float, N: Size>(
         let mut value = F4::new(0.0f32);
         if (row as u32) < valid {
             let at = origin + row * row_stride + column * 4 * column_stride;
-            value = read_vector(source, at, column_stride);
+            value = read_vector(source, at, column_stride) * F4::new(factor);
         }
         destination[row * pitch + column] = value;
     }

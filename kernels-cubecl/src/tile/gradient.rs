@@ -109,11 +109,10 @@ pub trait GradientAlgebra: Send + Sync + 'static {
         #[comptime] shape: GradientShape,
     );
 
-    /// `scores = scale * rows * columns^T` of a product.
+    /// `scores = rows * columns^T` of a product.
     fn mma_ab_t(
         workspace: &mut Self::Workspace,
         scores: &mut Self::Scores,
-        scale: f32,
         #[comptime] product: Product,
         #[comptime] shape: GradientShape,
     );
@@ -132,18 +131,25 @@ pub trait GradientAlgebra: Send + Sync + 'static {
         #[comptime] shape: GradientShape,
     );
 
-    /// Replaces scores by weights, `p = exp(s - lse)`, and gradients of weights by gradients of
-    /// scores, `ds = p * (dp - delta)`. If `capped`, `s = cap * tanh(score)` and `ds` is that of the
-    /// score times `cap`. Both are 0 outside the band, whose column 0 is `first_column`.
+    /// Replaces scores by weights, `p = exp(s - lse)` of `s = scale * score`, and gradients of weights
+    /// by gradients of `s`, `ds = p * (dp - delta)`. If `capped`, `s = cap * tanh(scale * score)` and
+    /// `ds` is that of `scale * score`, divided by `cap`.
     fn differentiate(
         scores: &mut Self::Scores,
         gradients: &mut Self::Scores,
         statistics: &Self::Statistics,
-        band: &Band,
-        first_column: i32,
+        scale: f32,
         cap: f32,
         #[comptime] capped: bool,
         #[comptime] axis: Axis,
+        #[comptime] shape: GradientShape,
+    );
+    /// Sets weights and gradients of scores outside the band to 0; its column 0 is `first_column`.
+    fn mask(
+        scores: &mut Self::Scores,
+        gradients: &mut Self::Scores,
+        band: &Band,
+        first_column: i32,
         #[comptime] shape: GradientShape,
     );
 

@@ -65,6 +65,14 @@ impl TileShape {
         self.units_x * self.units_y
     }
 
+    /// Elements per row of what streams past.
+    pub fn width(&self, stream: Stream) -> usize {
+        match stream {
+            Stream::Keys => self.head_dim,
+            Stream::Values => self.value_dim,
+        }
+    }
+
     /// How the units share a score tile.
     pub fn grid(&self) -> UnitGrid {
         UnitGrid {
@@ -74,6 +82,15 @@ impl TileShape {
             columns: self.k_rows / self.units_x,
         }
     }
+}
+
+/// What streams past a query tile.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Stream {
+    /// Right operand of the first product; rows of `head_dim` elements.
+    Keys,
+    /// Right operand of the second product; rows of `value_dim` elements.
+    Values,
 }
 
 /// How the units of a cube share a tile: `y` runs over rows, `x` over columns.
@@ -113,6 +130,9 @@ impl UnitGrid {
 
 /// Operations on the tiles of one attention loop.
 ///
+/// A score is a product of a query and a key; `scale`, which is positive, is left to be applied where
+/// scores are compared, so that it costs nothing (`exp` multiplies anyway).
+///
 /// Every unit of the cube calls every operation, in uniform control flow. Operations that exchange
 /// data through the workspace synchronise themselves where their documentation says so; the loop
 /// places the other barriers.
@@ -136,54 +156,40 @@ pub trait TileAlgebra: Send + Sync + 'static {
     /// Allocates row values, all `value`.
     fn rows(value: f32, #[comptime] shape: TileShape) -> Self::Rows;
 
-    /// Loads a query tile. Row 0 starts at element `origin`; rows from `valid` on are zeros and read
-    /// no memory.
+    /// Loads a query tile times `factor`. Row 0 starts at element `origin`; rows from `valid` on are
+    /// zeros and read no memory.
     fn load_query<F: Float, N: Size>(
         workspace: &mut Self::Workspace,
         source: &Tensor<Vector<F, N>>,
         origin: usize,
         valid: u32,
+        factor: f32,
         #[comptime] shape: TileShape,
     );
-    /// May begin to read the key tile that [`stage_key`](Self::stage_key) is given next, so that the
-    /// memory's latency passes behind a product. There is room for one tile under way.
-    fn fetch_key<F: Float, N: Size>(
+    /// May begin to read the tile that [`stage`](Self::stage) is given next, so that the memory's
+    /// latency passes behind a product. There is room for one tile under way.
+    fn fetch<F: Float, N: Size>(
         workspace: &mut Self::Workspace,
         source: &Tensor<Vector<F, N>>,
         origin: usize,
         valid: u32,
+        #[comptime] stream: Stream,
         #[comptime] shape: TileShape,
     );
-    /// Puts a key tile where the first product reads it. Rows from `valid` on are zeros.
-    fn stage_key<F: Float, N: Size>(
+    /// Puts a tile where its product reads it. Rows from `valid` on are zeros.
+    fn stage<F: Float, N: Size>(
         workspace: &mut Self::Workspace,
         source: &Tensor<Vector<F, N>>,
         origin: usize,
         valid: u32,
-        #[comptime] shape: TileShape,
-    );
-    /// As [`fetch_key`](Self::fetch_key), for the value tile.
-    fn fetch_value<F: Float, N: Size>(
-        workspace: &mut Self::Workspace,
-        source: &Tensor<Vector<F, N>>,
-        origin: usize,
-        valid: u32,
-        #[comptime] shape: TileShape,
-    );
-    /// Puts a value tile where the second product reads it. Rows from `valid` on are zeros.
-    fn stage_value<F: Float, N: Size>(
-        workspace: &mut Self::Workspace,
-        source: &Tensor<Vector<F, N>>,
-        origin: usize,
-        valid: u32,
+        #[comptime] stream: Stream,
         #[comptime] shape: TileShape,
     );
 
-    /// `scores = scale * query * key^T`.
+    /// `scores = query * key^T`.
     fn mma_ab_t(
         workspace: &mut Self::Workspace,
         scores: &mut Self::Scores,
-        scale: f32,
         #[comptime] shape: TileShape,
     );
     /// `output += weights * value`, with the weights last given to
@@ -200,22 +206,28 @@ pub trait TileAlgebra: Send + Sync + 'static {
         #[comptime] shape: TileShape,
     );
 
-    /// `scores = cap * tanh(scores)`.
-    fn softcap(scores: &mut Self::Scores, cap: f32, #[comptime] shape: TileShape);
+    /// `scores = cap * tanh(scale * scores)`.
+    fn softcap(scores: &mut Self::Scores, scale: f32, cap: f32, #[comptime] shape: TileShape);
     /// Sets scores outside the band to [`MASKED`]; column 0 is key `first_key` of the segment.
     fn mask(scores: &mut Self::Scores, band: &Band, first_key: i32, #[comptime] shape: TileShape);
     /// Raises `maximum` to the maxima of the score rows and sets `correction` to
-    /// `exp(old - new)`. Where keys and values share a room, every unit has finished reading keys
-    /// when it returns.
+    /// `exp(scale * (old - new))`. Where keys and values share a room, every unit has finished reading
+    /// keys when it returns.
     fn row_max(
         workspace: &mut Self::Workspace,
         scores: &Self::Scores,
         maximum: &mut Self::Rows,
         correction: &mut Self::Rows,
+        scale: f32,
         #[comptime] shape: TileShape,
     );
-    /// `scores = exp(scores - maximum)`; 0 where masked.
-    fn exp(scores: &mut Self::Scores, maximum: &Self::Rows, #[comptime] shape: TileShape);
+    /// `scores = exp(scale * (scores - maximum))`; 0 where masked.
+    fn exp(
+        scores: &mut Self::Scores,
+        maximum: &Self::Rows,
+        scale: f32,
+        #[comptime] shape: TileShape,
+    );
     /// `sum = sum * correction + row sums`, of this unit's part only: reduced by
     /// [`store`](Self::store).
     fn row_sum(
@@ -227,7 +239,7 @@ pub trait TileAlgebra: Send + Sync + 'static {
     /// `output *= correction`, row by row.
     fn rescale(output: &mut Self::Output, correction: &Self::Rows, #[comptime] shape: TileShape);
 
-    /// Writes `output / sum` and `lse = maximum + ln(sum)`; rows without any visible key get 0 and
+    /// Writes `output / sum` and `lse = scale * maximum + ln(sum)`; rows without any visible key get 0 and
     /// `minus_infinity`. Row `r < valid` goes to `out[(first_row + r * row_stride) * value_dim ..]`
     /// and `lse[first_row + r * row_stride]`.
     fn store<F: Float>(
@@ -235,6 +247,7 @@ pub trait TileAlgebra: Send + Sync + 'static {
         output: &Self::Output,
         maximum: &Self::Rows,
         sum: &Self::Rows,
+        scale: f32,
         out: &mut [Vector<F, Const<4>>],
         lse: &mut [f32],
         first_row: usize,

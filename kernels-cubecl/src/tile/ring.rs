@@ -2,7 +2,7 @@
 
 use cubecl::{ir::ElemType, prelude::*};
 
-use super::{TileAlgebra, TileShape};
+use super::{Stream, TileAlgebra, TileShape};
 
 /// What keys and values are read from, on the host and in the kernel.
 pub trait Transfer: Send + Sync + 'static {
@@ -21,8 +21,8 @@ pub trait Transfer: Send + Sync + 'static {
 }
 
 /// A [`TileAlgebra`] with a producer: tiles of keys and values are copied into rings of stages while
-/// others are multiplied. It replaces `fetch_key`, `stage_key` and their like, and all barriers of the
-/// loop.
+/// others are multiplied. It replaces [`fetch`](TileAlgebra::fetch), [`stage`](TileAlgebra::stage)
+/// and all barriers of the loop.
 ///
 /// Tiles are numbered from 0 in the order of the loop; tile `t` takes stage `t % stages`. Every tile is
 /// filled, waited for, used and released once, in this order, by all units in uniform control flow;
@@ -35,47 +35,33 @@ pub trait RingAlgebra: TileAlgebra + Transfer {
     /// Allocates the rings' barriers, and waits until they can be used.
     fn rings(#[comptime] shape: TileShape) -> Self::Rings;
 
-    /// Begins to copy a tile of keys: tokens `token ..` of `head`. Rows past the segment's end are
-    /// those of the next segment, rows past the tensor's end zeros.
-    fn fill_key<F: Float, N: Size>(
+    /// Begins to copy a tile: tokens `token ..` of `head`. Rows past the segment's end are those of the
+    /// next segment, rows past the tensor's end zeros.
+    fn fill<F: Float, N: Size>(
         workspace: &mut Self::Workspace,
         rings: &mut Self::Rings,
         source: &Self::Source<F, N>,
         tile: u32,
         token: usize,
         head: usize,
+        #[comptime] stream: Stream,
         #[comptime] shape: TileShape,
     );
-    /// As [`fill_key`](Self::fill_key), for values.
-    fn fill_value<F: Float, N: Size>(
-        workspace: &mut Self::Workspace,
-        rings: &mut Self::Rings,
-        source: &Self::Source<F, N>,
-        tile: u32,
-        token: usize,
-        head: usize,
-        #[comptime] shape: TileShape,
-    );
-
-    /// Waits for a tile of keys, which [`mma_ab_t`](TileAlgebra::mma_ab_t) reads from then on.
-    fn wait_key(
+    /// Waits for a tile, which its product reads from then on.
+    fn wait(
         workspace: &mut Self::Workspace,
         rings: &mut Self::Rings,
         tile: u32,
+        #[comptime] stream: Stream,
         #[comptime] shape: TileShape,
     );
-    /// Waits for a tile of values, which [`mma_ab`](TileAlgebra::mma_ab) reads from then on.
-    fn wait_value(
-        workspace: &mut Self::Workspace,
+    /// Gives the stage of a tile back.
+    fn release(
         rings: &mut Self::Rings,
         tile: u32,
+        #[comptime] stream: Stream,
         #[comptime] shape: TileShape,
     );
-
-    /// Gives the stage of a tile of keys back.
-    fn release_key(rings: &mut Self::Rings, tile: u32, #[comptime] shape: TileShape);
-    /// Gives the stage of a tile of values back.
-    fn release_value(rings: &mut Self::Rings, tile: u32, #[comptime] shape: TileShape);
 
     /// Makes zeros of the rows from `valid` on of the tile of values last waited for, whose weights are
     /// 0: what another segment has there may be NaN. Only for the last tile, whose stage is not filled

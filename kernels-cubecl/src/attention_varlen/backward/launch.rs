@@ -5,7 +5,11 @@ use std::sync::Arc;
 use cubecl::{client::Client, prelude::*};
 
 use super::{
-    super::launch::bounds,
+    super::{
+        AttentionProblem,
+        kernel::Call,
+        launch::{bounds, call_with},
+    },
     AttentionGradBlueprint, AttentionGradProblem, GradPass, Placement,
     kernel::{
         TargetCompilationArg, TargetLaunch, attention_varlen_dkdv, attention_varlen_dq,
@@ -242,8 +246,6 @@ fn launch_queries<T: GradientAlgebra>(
     let AttentionGradTensors { q, k, v, d_out, stats, grads, .. } = tensors;
     // Empty buffers cannot be bound. Without key tokens the kernel never reads k and v.
     let (k, v) = if forward.tokens_k() == 0 { (q.clone(), q.clone()) } else { (k, v) };
-    let (left, right) = bounds(forward);
-    let cap = forward.softcap.unwrap_or(1.0);
     let [vector_q, vector_k, vector_v, _, vector_d_out] = blueprint.vectors;
     // SAFETY: the work list holds `work.tiles` entries of the token counts that `launch` has
     // checked, as it has that the tensors reach no further than their buffers; the kernel masks
@@ -262,14 +264,8 @@ fn launch_queries<T: GradientAlgebra>(
             BufferArg::from_raw_parts(work.handle.clone(), work.tiles * TILE_WORDS),
             grads.into_buffer_arg(),
             target(problem.placements.dq),
-            work.tiles as u32,
-            forward.heads() as u32,
-            (forward.heads() / forward.heads_kv()) as u32,
-            forward.softmax_scale / cap,
+            call_with(forward, work, forward.heads(), score_scale(forward), bounds(forward)),
             forward.softmax_scale,
-            cap,
-            left,
-            right,
             blueprint.shape,
             blueprint.options,
             blueprint.dtype,
@@ -300,7 +296,6 @@ fn launch_keys_values<T: GradientAlgebra>(
         _ => (q, d_out, stats.into_buffer_arg()),
     };
     let (left, right) = bounds(forward);
-    let cap = forward.softcap.unwrap_or(1.0);
     let [vector_q, vector_k, vector_v, _, vector_d_out] = blueprint.vectors;
     // SAFETY: as in `launch_queries`, with queries and keys swapped.
     unsafe {
@@ -318,14 +313,8 @@ fn launch_keys_values<T: GradientAlgebra>(
             grads.into_buffer_arg(),
             target(problem.placements.dk),
             target(problem.placements.dv),
-            work.tiles as u32,
-            forward.heads_kv() as u32,
-            (forward.heads() / forward.heads_kv()) as u32,
-            forward.softmax_scale / cap,
+            call_with(forward, work, forward.heads_kv(), score_scale(forward), (right, left)),
             forward.softmax_scale,
-            cap,
-            right,
-            left,
             blueprint.shape,
             blueprint.options.transposed(),
             blueprint.dtype,
@@ -335,6 +324,11 @@ fn launch_keys_values<T: GradientAlgebra>(
             vector_d_out,
         );
     }
+}
+
+/// Factor on products of queries and keys, before a cap.
+fn score_scale(forward: &AttentionProblem) -> f32 {
+    forward.softmax_scale / forward.softcap.unwrap_or(1.0)
 }
 
 fn target(placement: Placement) -> TargetLaunch {
@@ -476,13 +470,7 @@ fn kernel_on<T: GradientAlgebra>(
             buffer_arg(),
             buffer_arg(),
             placement(),
-            (),
-            (),
-            (),
-            (),
-            (),
-            (),
-            (),
+            Call::compiled(),
             (),
             shape,
             options,
@@ -505,13 +493,7 @@ fn kernel_on<T: GradientAlgebra>(
             buffer_arg(),
             placement(),
             placement(),
-            (),
-            (),
-            (),
-            (),
-            (),
-            (),
-            (),
+            Call::compiled(),
             (),
             shape,
             options.transposed(),

@@ -144,7 +144,6 @@ impl GradientAlgebra for Cmma {
     fn mma_ab_t(
         workspace: &mut CmmaGradientWorkspace,
         scores: &mut Array<f32>,
-        scale: f32,
         #[comptime] product: Product,
         #[comptime] shape: GradientShape,
     ) {
@@ -166,7 +165,7 @@ impl GradientAlgebra for Cmma {
             multiply(rows, pitch, matrix.chunk, columns, pitch, result, target, matrix);
         }
         sync_cube();
-        read(&workspace.products, scores, scale, target.pitch, shape.grid);
+        read(&workspace.products, scores, target.pitch, shape.grid);
         // The next product goes to the same place.
         sync_cube();
     }
@@ -214,24 +213,23 @@ impl GradientAlgebra for Cmma {
         scores: &mut Array<f32>,
         gradients: &mut Array<f32>,
         statistics: &Array<F2>,
-        band: &Band,
-        first_column: i32,
+        scale: f32,
         cap: f32,
         #[comptime] capped: bool,
         #[comptime] axis: Axis,
         #[comptime] shape: GradientShape,
     ) {
-        Simt::differentiate(
-            scores,
-            gradients,
-            statistics,
-            band,
-            first_column,
-            cap,
-            capped,
-            axis,
-            shape,
-        );
+        Simt::differentiate(scores, gradients, statistics, scale, cap, capped, axis, shape);
+    }
+
+    fn mask(
+        scores: &mut Array<f32>,
+        gradients: &mut Array<f32>,
+        band: &Band,
+        first_column: i32,
+        #[comptime] shape: GradientShape,
+    ) {
+        <Simt as GradientAlgebra>::mask(scores, gradients, band, first_column, shape);
     }
 
     fn store<F: Float>(

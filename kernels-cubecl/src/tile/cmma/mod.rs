@@ -13,7 +13,7 @@ pub(crate) use gradient::gradient_memory;
 pub use product::CmmaShape;
 
 use super::{
-    Band, MatrixTile, TileAlgebra, TileShape, UnitGrid,
+    Band, MatrixTile, Stream, TileAlgebra, TileShape, UnitGrid,
     global::F4,
     mma::room::{self, Chunk, Operand},
     simt::{self, Simt, store::store},
@@ -117,35 +117,34 @@ impl TileAlgebra for Cmma {
         source: &Tensor<Vector<F, N>>,
         origin: usize,
         valid: u32,
+        factor: f32,
         #[comptime] shape: TileShape,
     ) {
-        load::<F, N>(
-            &mut workspace.query,
-            source,
-            origin,
-            valid,
-            shape.q_rows,
-            shape.head_dim,
-            shape.head_dim,
-            comptime!(shape.units()),
-            comptime!(matrix(shape)),
-        );
+        let matrix = comptime!(matrix(shape));
+        let (rows, width, units) = comptime!((shape.q_rows, shape.head_dim, shape.units()));
+        let length = comptime!(room::chunks(rows, width, units, matrix));
+        let mut fetched = Array::<Chunk>::new(length);
+        room::fetch::<F, N>(source, origin, valid, &mut fetched, rows, width, units, matrix);
+        room::multiply(&mut fetched, factor, length);
+        room::stage(&fetched, &mut workspace.query, rows, width, units, matrix);
     }
 
-    fn fetch_key<F: Float, N: Size>(
+    fn fetch<F: Float, N: Size>(
         _workspace: &mut CmmaWorkspace,
         _source: &Tensor<Vector<F, N>>,
         _origin: usize,
         _valid: u32,
+        #[comptime] _stream: Stream,
         #[comptime] _shape: TileShape,
     ) {
     }
 
-    fn stage_key<F: Float, N: Size>(
+    fn stage<F: Float, N: Size>(
         workspace: &mut CmmaWorkspace,
         source: &Tensor<Vector<F, N>>,
         origin: usize,
         valid: u32,
+        #[comptime] stream: Stream,
         #[comptime] shape: TileShape,
     ) {
         load::<F, N>(
@@ -154,36 +153,7 @@ impl TileAlgebra for Cmma {
             origin,
             valid,
             shape.k_rows,
-            shape.head_dim,
-            comptime!(wider(shape)),
-            comptime!(shape.units()),
-            comptime!(matrix(shape)),
-        );
-    }
-
-    fn fetch_value<F: Float, N: Size>(
-        _workspace: &mut CmmaWorkspace,
-        _source: &Tensor<Vector<F, N>>,
-        _origin: usize,
-        _valid: u32,
-        #[comptime] _shape: TileShape,
-    ) {
-    }
-
-    fn stage_value<F: Float, N: Size>(
-        workspace: &mut CmmaWorkspace,
-        source: &Tensor<Vector<F, N>>,
-        origin: usize,
-        valid: u32,
-        #[comptime] shape: TileShape,
-    ) {
-        load::<F, N>(
-            &mut workspace.key_value,
-            source,
-            origin,
-            valid,
-            shape.k_rows,
-            shape.value_dim,
+            comptime!(shape.width(stream)),
             comptime!(wider(shape)),
             comptime!(shape.units()),
             comptime!(matrix(shape)),
@@ -193,7 +163,6 @@ impl TileAlgebra for Cmma {
     fn mma_ab_t(
         workspace: &mut CmmaWorkspace,
         scores: &mut Array<f32>,
-        scale: f32,
         #[comptime] shape: TileShape,
     ) {
         let matrix = comptime!(matrix(shape));
@@ -215,7 +184,7 @@ impl TileAlgebra for Cmma {
             matrix,
         );
         sync_cube();
-        read(&workspace.products, scores, scale, target.pitch, comptime!(shape.grid()));
+        read(&workspace.products, scores, target.pitch, comptime!(shape.grid()));
     }
 
     fn mma_ab(workspace: &mut CmmaWorkspace, output: &mut Array<F4>, #[comptime] shape: TileShape) {
@@ -249,8 +218,8 @@ impl TileAlgebra for Cmma {
         product::stage_weights(&mut workspace.weights, weights, comptime!(shape.grid()));
     }
 
-    fn softcap(scores: &mut Array<f32>, cap: f32, #[comptime] shape: TileShape) {
-        Simt::softcap(scores, cap, shape);
+    fn softcap(scores: &mut Array<f32>, scale: f32, cap: f32, #[comptime] shape: TileShape) {
+        Simt::softcap(scores, scale, cap, shape);
     }
 
     fn mask(scores: &mut Array<f32>, band: &Band, first_key: i32, #[comptime] shape: TileShape) {
@@ -262,13 +231,19 @@ impl TileAlgebra for Cmma {
         scores: &Array<f32>,
         maximum: &mut Array<f32>,
         correction: &mut Array<f32>,
+        scale: f32,
         #[comptime] shape: TileShape,
     ) {
-        simt::row_max(&mut workspace.partial, scores, maximum, correction, shape);
+        simt::row_max(&mut workspace.partial, scores, maximum, correction, scale, shape);
     }
 
-    fn exp(scores: &mut Array<f32>, maximum: &Array<f32>, #[comptime] shape: TileShape) {
-        Simt::exp(scores, maximum, shape);
+    fn exp(
+        scores: &mut Array<f32>,
+        maximum: &Array<f32>,
+        scale: f32,
+        #[comptime] shape: TileShape,
+    ) {
+        Simt::exp(scores, maximum, scale, shape);
     }
 
     fn row_sum(
@@ -289,6 +264,7 @@ impl TileAlgebra for Cmma {
         output: &Array<F4>,
         maximum: &Array<f32>,
         sum: &Array<f32>,
+        scale: f32,
         out: &mut [Vector<F, Const<4>>],
         lse: &mut [f32],
         target_row: usize,
@@ -302,6 +278,7 @@ impl TileAlgebra for Cmma {
             output,
             maximum,
             sum,
+            scale,
             out,
             lse,
             target_row,

@@ -124,12 +124,11 @@ pub(super) fn multiply<L: CubePrimitive, R: CubePrimitive>(
     }
 }
 
-/// This unit's scores: `scale` times its part of a product.
+/// This unit's part of a product.
 #[cube]
 pub(super) fn read(
     products: &[f32],
     scores: &mut Array<f32>,
-    scale: f32,
     #[comptime] pitch: usize,
     #[comptime] grid: UnitGrid,
 ) {
@@ -139,7 +138,7 @@ pub(super) fn read(
         #[unroll]
         for c in 0..grid.columns {
             scores[comptime!(r * grid.columns + c)] =
-                products[at + comptime!(r * pitch + c * grid.x)] * scale;
+                products[at + comptime!(r * pitch + c * grid.x)];
         }
     }
 }

@@ -6,6 +6,7 @@ use super::{
     room::{Chunk, Operand, Pair},
     unit::{K, LANES, M, MatrixUnit, N, lane, plane},
 };
+use crate::tile::simt;
 
 /// [`MatrixUnit`] computed through shared memory: the same kernel, with the same rows named by the
 /// same lanes and the same elements in the same registers, runs where there is neither `mma.sync`
@@ -135,6 +136,10 @@ impl MatrixUnit for Emulated {
             result[result_at + register] = sum;
         }
         sync_cube();
+    }
+
+    fn weight(score: f32, scale: f32, reference: f32) -> f32 {
+        simt::weight(score, scale, reference)
     }
 
     fn shuffle_xor(exchange: &mut Exchange, value: f32, #[comptime] mask: u32) -> f32 {

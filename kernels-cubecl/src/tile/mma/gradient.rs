@@ -195,17 +195,15 @@ impl<U: MatrixUnit> GradientAlgebra for Mma<U> {
     fn mma_ab_t(
         workspace: &mut MmaGradientWorkspace<U>,
         scores: &mut Array<f32>,
-        scale: f32,
         #[comptime] product: Product,
         #[comptime] shape: GradientShape,
     ) {
         let sizes = comptime!(Sizes::of(shape));
         let (tiles, columns, matrix) = comptime!((sizes.row_tiles, sizes.columns, sizes.matrix));
-        let length = comptime!(sizes.elements(columns));
         let width = comptime!(shape.width(product));
         let first = first_row(tiles);
         let exchange = &mut workspace.exchange;
-        product::zero(scores, length);
+        product::zero(scores, comptime!(sizes.elements(columns)));
         if comptime!(product == Product::Scores) {
             product::mma_ab_t::<U>(
                 exchange,
@@ -218,10 +216,6 @@ impl<U: MatrixUnit> GradientAlgebra for Mma<U> {
                 width,
                 matrix,
             );
-            #[unroll]
-            for i in 0..length {
-                scores[i] *= scale;
-            }
         } else {
             product::mma_ab_t::<U>(
                 exchange,
@@ -271,11 +265,38 @@ impl<U: MatrixUnit> GradientAlgebra for Mma<U> {
         scores: &mut Array<f32>,
         gradients: &mut Array<f32>,
         statistics: &Array<F2>,
-        band: &Band,
-        first_column: i32,
+        scale: f32,
         cap: f32,
         #[comptime] capped: bool,
         #[comptime] axis: Axis,
+        #[comptime] shape: GradientShape,
+    ) {
+        let sizes = comptime!(Sizes::of(shape));
+        #[unroll]
+        for r in 0..comptime!(2 * sizes.row_tiles) {
+            #[unroll]
+            for c in 0..comptime!(2 * sizes.scores) {
+                let i = row::element(r, c, sizes.scores);
+                let own = if comptime!(axis == Axis::Rows) { statistics[r] } else { statistics[c] };
+                let (lse, delta) = (own.extract(0usize), own.extract(1usize));
+                let mut gradient = gradients[i] - delta;
+                if comptime!(capped) {
+                    let tanh = tanh(scale * scores[i]);
+                    gradient *= 1.0f32 - tanh * tanh;
+                    scores[i] = U::weight(tanh, cap, lse);
+                } else {
+                    scores[i] = U::weight(scores[i], scale, lse);
+                }
+                gradients[i] = gradient * scores[i];
+            }
+        }
+    }
+
+    fn mask(
+        scores: &mut Array<f32>,
+        gradients: &mut Array<f32>,
+        band: &Band,
+        first_column: i32,
         #[comptime] shape: GradientShape,
     ) {
         let sizes = comptime!(Sizes::of(shape));
@@ -287,19 +308,9 @@ impl<U: MatrixUnit> GradientAlgebra for Mma<U> {
             #[unroll]
             for c in 0..comptime!(2 * sizes.scores) {
                 let i = row::element(r, c, sizes.scores);
-                let own = if comptime!(axis == Axis::Rows) { statistics[r] } else { statistics[c] };
                 let visible = band.sees(row, column + comptime!((c / 2 * 8 + c % 2) as i32));
-                let mut score = scores[i];
-                let mut gradient = gradients[i] - own.extract(1usize);
-                if comptime!(capped) {
-                    let tanh = tanh(score);
-                    score = cap * tanh;
-                    gradient *= 1.0f32 - tanh * tanh;
-                }
-                let weight = f32::exp(score - own.extract(0usize));
-                gradient *= weight;
-                scores[i] = select(visible, weight, f32::new(0.0f32));
-                gradients[i] = select(visible, gradient, f32::new(0.0f32));
+                scores[i] = select(visible, scores[i], f32::new(0.0f32));
+                gradients[i] = select(visible, gradients[i], f32::new(0.0f32));
             }
         }
     }

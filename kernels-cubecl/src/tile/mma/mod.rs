@@ -30,7 +30,10 @@ pub(crate) use unit::LANES;
 
 use core::marker::PhantomData;
 
-use super::{Band, CmmaShape, MASKED, MASKED_THRESHOLD, TileAlgebra, TileShape, simt::tanh};
+use super::{
+    Band, CmmaShape, MASKED, Stream, TileAlgebra, TileShape,
+    simt::{reference, tanh},
+};
 use product::steps;
 use room::{Chunk, Pair};
 use sizes::{Sizes, operand_room, tile_chunks};
@@ -139,6 +142,7 @@ impl<U: MatrixUnit> TileAlgebra for Mma<U> {
         source: &Tensor<Vector<F, N>>,
         origin: usize,
         valid: u32,
+        factor: f32,
         #[comptime] shape: TileShape,
     ) {
         let sizes = comptime!(Sizes::of(shape));
@@ -146,6 +150,7 @@ impl<U: MatrixUnit> TileAlgebra for Mma<U> {
         let fetched = &mut workspace.fetched;
         let (rows, width) = comptime!((shape.q_rows, shape.head_dim));
         room::fetch::<F, N>(source, origin, valid, fetched, rows, width, units, matrix);
+        room::multiply(fetched, factor, comptime!(room::chunks(rows, width, units, matrix)));
         room::stage(&workspace.fetched, &mut workspace.query, rows, width, units, matrix);
         sync_cube();
         if comptime!(sizes.holds_query()) {
@@ -171,11 +176,12 @@ impl<U: MatrixUnit> TileAlgebra for Mma<U> {
         }
     }
 
-    fn fetch_key<F: Float, N: Size>(
+    fn fetch<F: Float, N: Size>(
         workspace: &mut MmaWorkspace<U>,
         source: &Tensor<Vector<F, N>>,
         origin: usize,
         valid: u32,
+        #[comptime] stream: Stream,
         #[comptime] shape: TileShape,
     ) {
         let sizes = comptime!(Sizes::of(shape));
@@ -185,79 +191,40 @@ impl<U: MatrixUnit> TileAlgebra for Mma<U> {
             valid,
             &mut workspace.fetched,
             shape.k_rows,
-            shape.head_dim,
+            comptime!(shape.width(stream)),
             sizes.units,
             sizes.matrix,
         );
     }
 
-    fn stage_key<F: Float, N: Size>(
+    fn stage<F: Float, N: Size>(
         workspace: &mut MmaWorkspace<U>,
         _source: &Tensor<Vector<F, N>>,
         _origin: usize,
         _valid: u32,
+        #[comptime] stream: Stream,
         #[comptime] shape: TileShape,
     ) {
         let sizes = comptime!(Sizes::of(shape));
-        room::stage(
-            &workspace.fetched,
-            &mut workspace.key,
-            shape.k_rows,
-            shape.head_dim,
-            sizes.units,
-            sizes.matrix,
-        );
-    }
-
-    fn fetch_value<F: Float, N: Size>(
-        workspace: &mut MmaWorkspace<U>,
-        source: &Tensor<Vector<F, N>>,
-        origin: usize,
-        valid: u32,
-        #[comptime] shape: TileShape,
-    ) {
-        let sizes = comptime!(Sizes::of(shape));
-        room::fetch::<F, N>(
-            source,
-            origin,
-            valid,
-            &mut workspace.fetched,
-            shape.k_rows,
-            shape.value_dim,
-            sizes.units,
-            sizes.matrix,
-        );
-    }
-
-    fn stage_value<F: Float, N: Size>(
-        workspace: &mut MmaWorkspace<U>,
-        _source: &Tensor<Vector<F, N>>,
-        _origin: usize,
-        _valid: u32,
-        #[comptime] shape: TileShape,
-    ) {
-        let sizes = comptime!(Sizes::of(shape));
-        room::stage(
-            &workspace.fetched,
-            &mut workspace.value,
-            shape.k_rows,
-            shape.value_dim,
-            sizes.units,
-            sizes.matrix,
-        );
+        let (rows, width) = comptime!((shape.k_rows, shape.width(stream)));
+        let (units, matrix) = comptime!((sizes.units, sizes.matrix));
+        let fetched = &workspace.fetched;
+        if comptime!(stream == Stream::Keys) {
+            room::stage(fetched, &mut workspace.key, rows, width, units, matrix);
+        } else {
+            room::stage(fetched, &mut workspace.value, rows, width, units, matrix);
+        }
     }
 
     fn mma_ab_t(
         workspace: &mut MmaWorkspace<U>,
         scores: &mut Array<f32>,
-        scale: f32,
         #[comptime] shape: TileShape,
     ) {
         let sizes = comptime!(Sizes::of(shape));
         let (tiles, matrix) = comptime!((sizes.row_tiles, sizes.matrix));
         let (keys, width) = comptime!((shape.k_rows, shape.head_dim));
-        let length = comptime!(4 * tiles * sizes.scores);
-        product::zero(scores, length);
+        product::zero(scores, comptime!(4 * tiles * sizes.scores));
         let at = workspace.key_at.read();
         let tile = &workspace.key[at..at + comptime!(tile_chunks(keys, width, matrix))];
         let exchange = &mut workspace.exchange;
@@ -290,10 +257,6 @@ impl<U: MatrixUnit> TileAlgebra for Mma<U> {
                 matrix,
             );
         }
-        #[unroll]
-        for i in 0..length {
-            scores[i] *= scale;
-        }
     }
 
     fn mma_ab(
@@ -325,11 +288,11 @@ impl<U: MatrixUnit> TileAlgebra for Mma<U> {
         product::operands(weights, &mut workspace.weights, tiles, shape.k_rows);
     }
 
-    fn softcap(scores: &mut Array<f32>, cap: f32, #[comptime] shape: TileShape) {
+    fn softcap(scores: &mut Array<f32>, scale: f32, cap: f32, #[comptime] shape: TileShape) {
         let sizes = comptime!(Sizes::of(shape));
         #[unroll]
         for i in 0..comptime!(4 * sizes.row_tiles * sizes.scores) {
-            scores[i] = cap * tanh(scores[i]);
+            scores[i] = cap * tanh(scale * scores[i]);
         }
     }
 
@@ -354,6 +317,7 @@ impl<U: MatrixUnit> TileAlgebra for Mma<U> {
         scores: &Array<f32>,
         maximum: &mut Array<f32>,
         correction: &mut Array<f32>,
+        scale: f32,
         #[comptime] shape: TileShape,
     ) {
         let sizes = comptime!(Sizes::of(shape));
@@ -367,22 +331,25 @@ impl<U: MatrixUnit> TileAlgebra for Mma<U> {
             // The four lanes of a group hold one row.
             raised = max(raised, U::shuffle_xor(&mut workspace.exchange, raised, 1u32));
             raised = max(raised, U::shuffle_xor(&mut workspace.exchange, raised, 2u32));
-            correction[r] = f32::exp(maximum[r] - raised);
+            correction[r] = U::weight(maximum[r] - raised, scale, f32::new(0.0f32));
             maximum[r] = raised;
         }
     }
 
-    fn exp(scores: &mut Array<f32>, maximum: &Array<f32>, #[comptime] shape: TileShape) {
+    fn exp(
+        scores: &mut Array<f32>,
+        maximum: &Array<f32>,
+        scale: f32,
+        #[comptime] shape: TileShape,
+    ) {
         let sizes = comptime!(Sizes::of(shape));
         #[unroll]
         for r in 0..comptime!(sizes.rows()) {
-            // A row that has seen no key yet is compared with 0: its masked scores vanish too.
-            let unseen = maximum[r] < f32::new(MASKED_THRESHOLD);
-            let reference = select(unseen, f32::new(0.0f32), maximum[r]);
+            let reference = reference(maximum[r], scale);
             #[unroll]
             for c in 0..comptime!(2 * sizes.scores) {
                 let i = row::element(r, c, sizes.scores);
-                scores[i] = f32::exp(scores[i] - reference);
+                scores[i] = U::weight(scores[i], scale, reference);
             }
         }
     }
@@ -421,6 +388,7 @@ impl<U: MatrixUnit> TileAlgebra for Mma<U> {
         output: &Array<f32>,
         maximum: &Array<f32>,
         sum: &Array<f32>,
+        scale: f32,
         out: &mut [Vector<F, Const<4>>],
         lse: &mut [f32],
         target_row: usize,
@@ -442,7 +410,7 @@ impl<U: MatrixUnit> TileAlgebra for Mma<U> {
             let inside = (row as u32) < valid;
             let target = target_row + row * row_stride;
             if inside && group_place() == 0 {
-                lse[target] = select(empty, minus_infinity, maximum[r] + f32::ln(total));
+                lse[target] = select(empty, minus_infinity, scale * maximum[r] + f32::ln(total));
             }
             let at = target * comptime!(shape.value_dim / 4);
             row::store::<U, F>(

@@ -8,7 +8,7 @@ use super::{
     panel::{Panels, RingShape, STAGE_ALIGNMENT, ring_chunks, stage_chunks},
     room::{Chunk, ROW},
 };
-use crate::tile::{RingAlgebra, TileShape, Transfer};
+use crate::tile::{RingAlgebra, Stream, TileShape, Transfer};
 
 /// Bytes of a barrier.
 const BARRIER: usize = 8;
@@ -135,60 +135,54 @@ impl<U: AsyncUnit> RingAlgebra for Mma<U> {
         }
     }
 
-    fn fill_key<F: Float, N: Size>(
+    fn fill<F: Float, N: Size>(
         workspace: &mut MmaWorkspace<U>,
         rings: &mut Rings<U>,
         source: &U::Source<F, N>,
         tile: u32,
         token: usize,
         head: usize,
+        #[comptime] stream: Stream,
         #[comptime] shape: TileShape,
     ) {
-        let (barriers, room) = (&mut rings.key, &mut workspace.key);
-        fill::<U, F, N>(barriers, room, source, tile, token, head, shape.head_dim, shape);
+        let width = comptime!(shape.width(stream));
+        if comptime!(stream == Stream::Keys) {
+            let (barriers, room) = (&mut rings.key, &mut workspace.key);
+            fill::<U, F, N>(barriers, room, source, tile, token, head, width, shape);
+        } else {
+            let (barriers, room) = (&mut rings.value, &mut workspace.value);
+            fill::<U, F, N>(barriers, room, source, tile, token, head, width, shape);
+        }
     }
 
-    fn fill_value<F: Float, N: Size>(
-        workspace: &mut MmaWorkspace<U>,
-        rings: &mut Rings<U>,
-        source: &U::Source<F, N>,
-        tile: u32,
-        token: usize,
-        head: usize,
-        #[comptime] shape: TileShape,
-    ) {
-        let (barriers, room) = (&mut rings.value, &mut workspace.value);
-        fill::<U, F, N>(barriers, room, source, tile, token, head, shape.value_dim, shape);
-    }
-
-    fn wait_key(
+    fn wait(
         workspace: &mut MmaWorkspace<U>,
         rings: &mut Rings<U>,
         tile: u32,
+        #[comptime] stream: Stream,
         #[comptime] shape: TileShape,
     ) {
-        let room = &mut workspace.key;
-        let first = wait::<U>(&mut rings.key, room, tile, shape.head_dim, shape);
-        workspace.key_at.store(first);
+        let width = comptime!(shape.width(stream));
+        if comptime!(stream == Stream::Keys) {
+            let first = wait::<U>(&mut rings.key, &mut workspace.key, tile, width, shape);
+            workspace.key_at.store(first);
+        } else {
+            let first = wait::<U>(&mut rings.value, &mut workspace.value, tile, width, shape);
+            workspace.value_at.store(first);
+        }
     }
 
-    fn wait_value(
-        workspace: &mut MmaWorkspace<U>,
+    fn release(
         rings: &mut Rings<U>,
         tile: u32,
+        #[comptime] stream: Stream,
         #[comptime] shape: TileShape,
     ) {
-        let room = &mut workspace.value;
-        let first = wait::<U>(&mut rings.value, room, tile, shape.value_dim, shape);
-        workspace.value_at.store(first);
-    }
-
-    fn release_key(rings: &mut Rings<U>, tile: u32, #[comptime] shape: TileShape) {
-        release::<U>(&mut rings.key, tile, shape);
-    }
-
-    fn release_value(rings: &mut Rings<U>, tile: u32, #[comptime] shape: TileShape) {
-        release::<U>(&mut rings.value, tile, shape);
+        if comptime!(stream == Stream::Keys) {
+            release::<U>(&mut rings.key, tile, shape);
+        } else {
+            release::<U>(&mut rings.value, tile, shape);
+        }
     }
 
     fn clear_value(workspace: &mut MmaWorkspace<U>, valid: u32, #[comptime] shape: TileShape) {

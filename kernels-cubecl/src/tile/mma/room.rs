@@ -101,6 +101,20 @@ pub(in crate::tile) fn fetch<F: Float, N: Size>(
     }
 }
 
+/// Multiplies what [`fetch`](fn@fetch) has read.
+#[cube]
+pub(in crate::tile) fn multiply(
+    fetched: &mut Array<Chunk>,
+    factor: f32,
+    #[comptime] length: usize,
+) {
+    let factor = Vector::<f32, ChunkSize>::new(factor);
+    #[unroll]
+    for i in 0..length {
+        fetched[i] = Chunk::cast_from(Vector::<f32, ChunkSize>::cast_from(fetched[i]) * factor);
+    }
+}
+
 #[cube]
 pub(super) fn read_chunk<F: Float, N: Size>(
     source: &Tensor<Vector<F, N>>,

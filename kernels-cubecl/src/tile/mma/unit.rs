@@ -1,8 +1,11 @@
 //! The matrix instructions, and the plane that runs them.
 
+use core::f32::consts::LOG2_E;
+
 use cubecl::{cmma::MatrixIdent, cmma::MmaDefinition, prelude::*};
 
 use super::room::{Chunk, Operand, Pair};
+use crate::exp2::exp2;
 
 /// Rows of a left operand and of the result.
 pub(super) const M: usize = 16;
@@ -54,6 +57,9 @@ pub trait MatrixUnit: Send + Sync + 'static {
         result_at: usize,
     );
 
+    /// `exp(scale * score - reference)`.
+    fn weight(score: f32, scale: f32, reference: f32) -> f32;
+
     /// The value of lane `l ^ mask`.
     fn shuffle_xor(exchange: &mut Self::Exchange, value: f32, #[comptime] mask: u32) -> f32;
 }
@@ -76,7 +82,7 @@ pub(super) fn plane() -> usize {
     UNIT_POS as usize / LANES
 }
 
-/// The instructions themselves: `ldmatrix`, `mma.sync` and `shfl.sync`.
+/// The instructions themselves: `ldmatrix`, `mma.sync`, `ex2` and `shfl.sync`.
 pub struct TensorCore;
 
 #[cube]
@@ -122,6 +128,12 @@ impl MatrixUnit for TensorCore {
             result[result_at + 2 * i] = sum[i].extract(0usize);
             result[result_at + 2 * i + 1] = sum[i].extract(1usize);
         }
+    }
+
+    /// The caller's `scale` and `reference` stay as they are for many scores, so that one fused
+    /// multiply-add and one `ex2` remain of it.
+    fn weight(score: f32, scale: f32, reference: f32) -> f32 {
+        exp2(fma(score, scale * LOG2_E, -(reference * LOG2_E)))
     }
 
     fn shuffle_xor(_exchange: &mut Self::Exchange, value: f32, #[comptime] mask: u32) -> f32 {

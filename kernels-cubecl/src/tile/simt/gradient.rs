@@ -5,7 +5,7 @@
 
 use cubecl::prelude::*;
 
-use super::{Simt, first_row, pitch, product, tanh, unit_x, zeros};
+use super::{Simt, first_row, pitch, product, tanh, unit_x, weight, zeros};
 use crate::tile::{
     Axis, Band, F2, GradientAlgebra, GradientShape, Product, UnitGrid,
     global::{F4, load_rows},
@@ -106,10 +106,10 @@ impl GradientAlgebra for Simt {
         let units = comptime!(shape.grid.units());
         if comptime!(product == Product::Scores) {
             let room = &mut workspace.score_rows;
-            load_rows::<F, N>(source, origin, valid, room, rows, width, pitch, units);
+            load_rows::<F, N>(source, origin, valid, 1.0f32, room, rows, width, pitch, units);
         } else {
             let room = &mut workspace.weight_rows;
-            load_rows::<F, N>(source, origin, valid, room, rows, width, pitch, units);
+            load_rows::<F, N>(source, origin, valid, 1.0f32, room, rows, width, pitch, units);
         }
     }
 
@@ -127,10 +127,10 @@ impl GradientAlgebra for Simt {
         let units = comptime!(shape.grid.units());
         if comptime!(product == Product::Scores || shape.one_room) {
             let room = &mut workspace.score_columns;
-            load_rows::<F, N>(source, origin, valid, room, columns, width, pitch, units);
+            load_rows::<F, N>(source, origin, valid, 1.0f32, room, columns, width, pitch, units);
         } else {
             let room = &mut workspace.weight_columns;
-            load_rows::<F, N>(source, origin, valid, room, columns, width, pitch, units);
+            load_rows::<F, N>(source, origin, valid, 1.0f32, room, columns, width, pitch, units);
         }
     }
 
@@ -162,7 +162,6 @@ impl GradientAlgebra for Simt {
     fn mma_ab_t(
         workspace: &mut GradientWorkspace,
         scores: &mut Array<f32>,
-        scale: f32,
         #[comptime] product: Product,
         #[comptime] shape: GradientShape,
     ) {
@@ -172,13 +171,13 @@ impl GradientAlgebra for Simt {
         let grid = shape.grid;
         if comptime!(product == Product::Scores) {
             let (rows, columns) = (&workspace.score_rows, &workspace.score_columns);
-            product::mma_ab_t(rows, columns, scores, scale, width, pitch, stride, grid);
+            product::mma_ab_t(rows, columns, scores, width, pitch, stride, grid);
         } else if comptime!(shape.one_room) {
             let (rows, columns) = (&workspace.weight_rows, &workspace.score_columns);
-            product::mma_ab_t(rows, columns, scores, scale, width, pitch, stride, grid);
+            product::mma_ab_t(rows, columns, scores, width, pitch, stride, grid);
         } else {
             let (rows, columns) = (&workspace.weight_rows, &workspace.weight_columns);
-            product::mma_ab_t(rows, columns, scores, scale, width, pitch, stride, grid);
+            product::mma_ab_t(rows, columns, scores, width, pitch, stride, grid);
         }
     }
 
@@ -212,11 +211,38 @@ impl GradientAlgebra for Simt {
         scores: &mut Array<f32>,
         gradients: &mut Array<f32>,
         statistics: &Array<F2>,
-        band: &Band,
-        first_column: i32,
+        scale: f32,
         cap: f32,
         #[comptime] capped: bool,
         #[comptime] axis: Axis,
+        #[comptime] shape: GradientShape,
+    ) {
+        let grid = shape.grid;
+        #[unroll]
+        for r in 0..grid.rows {
+            #[unroll]
+            for c in 0..grid.columns {
+                let i = comptime!(r * grid.columns + c);
+                let own = statistics[comptime!(if axis == Axis::Rows { r } else { c })];
+                let (lse, delta) = (own.extract(0usize), own.extract(1usize));
+                let mut gradient = gradients[i] - delta;
+                if comptime!(capped) {
+                    let tanh = tanh(scale * scores[i]);
+                    gradient *= 1.0f32 - tanh * tanh;
+                    scores[i] = weight(tanh, cap, lse);
+                } else {
+                    scores[i] = weight(scores[i], scale, lse);
+                }
+                gradients[i] = gradient * scores[i];
+            }
+        }
+    }
+
+    fn mask(
+        scores: &mut Array<f32>,
+        gradients: &mut Array<f32>,
+        band: &Band,
+        first_column: i32,
         #[comptime] shape: GradientShape,
     ) {
         let grid = shape.grid;
@@ -227,20 +253,10 @@ impl GradientAlgebra for Simt {
             #[unroll]
             for c in 0..grid.columns {
                 let i = comptime!(r * grid.columns + c);
-                let own = statistics[comptime!(if axis == Axis::Rows { r } else { c })];
                 let visible =
                     band.sees(row + comptime!(r as i32), column + comptime!((c * grid.x) as i32));
-                let mut score = scores[i];
-                let mut gradient = gradients[i] - own.extract(1usize);
-                if comptime!(capped) {
-                    let tanh = tanh(score);
-                    score = cap * tanh;
-                    gradient *= 1.0f32 - tanh * tanh;
-                }
-                let weight = f32::exp(score - own.extract(0usize));
-                gradient *= weight;
-                scores[i] = select(visible, weight, f32::new(0.0f32));
-                gradients[i] = select(visible, gradient, f32::new(0.0f32));
+                scores[i] = select(visible, scores[i], f32::new(0.0f32));
+                gradients[i] = select(visible, gradients[i], f32::new(0.0f32));
             }
         }
     }

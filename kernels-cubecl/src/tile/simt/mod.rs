@@ -15,7 +15,7 @@ pub(super) mod store;
 pub(super) use gradient::store as store_gradient;
 
 use super::{
-    Band, MASKED, MASKED_THRESHOLD, TileAlgebra, TileShape, UnitGrid,
+    Band, MASKED, MASKED_THRESHOLD, Stream, TileAlgebra, TileShape, UnitGrid,
     global::{F4, load_rows},
 };
 
@@ -96,6 +96,19 @@ pub(super) fn tanh(x: f32) -> f32 {
     1.0f32 - 2.0f32 / (f32::exp(2.0f32 * x) + 1.0f32)
 }
 
+/// `exp(scale * score - reference)`.
+#[cube]
+pub(super) fn weight(score: f32, scale: f32, reference: f32) -> f32 {
+    f32::exp(fma(score, scale, -reference))
+}
+
+/// What the scaled scores of a row are compared with: its maximum, or 0 where it has seen no key yet,
+/// so that its masked scores vanish, too.
+#[cube]
+pub(super) fn reference(maximum: f32, scale: f32) -> f32 {
+    select(maximum < f32::new(MASKED_THRESHOLD), f32::new(0.0f32), scale * maximum)
+}
+
 /// Zeros of an output tile `width` elements wide.
 #[cube]
 pub(super) fn zeros(#[comptime] width: usize, #[comptime] grid: UnitGrid) -> Array<F4> {
@@ -115,6 +128,7 @@ pub(super) fn row_max(
     scores: &Array<f32>,
     maximum: &mut Array<f32>,
     correction: &mut Array<f32>,
+    scale: f32,
     #[comptime] shape: TileShape,
 ) {
     let tile = comptime!(RegisterTile::of(shape));
@@ -137,7 +151,7 @@ pub(super) fn row_max(
         for x in 0..shape.units_x {
             raised = max(raised, partial[at + comptime!(r * shape.units_x + x)]);
         }
-        correction[r] = f32::exp(maximum[r] - raised);
+        correction[r] = f32::exp(scale * (maximum[r] - raised));
         maximum[r] = raised;
     }
 }
@@ -183,6 +197,7 @@ impl TileAlgebra for Simt {
         source: &Tensor<Vector<F, N>>,
         origin: usize,
         valid: u32,
+        factor: f32,
         #[comptime] shape: TileShape,
     ) {
         let tile = comptime!(RegisterTile::of(shape));
@@ -190,6 +205,7 @@ impl TileAlgebra for Simt {
             source,
             origin,
             valid,
+            factor,
             &mut workspace.query,
             shape.q_rows,
             comptime!(shape.head_dim / 4),
@@ -199,20 +215,22 @@ impl TileAlgebra for Simt {
     }
 
     /// Reads nothing ahead: a tile would take most of a unit's registers.
-    fn fetch_key<F: Float, N: Size>(
+    fn fetch<F: Float, N: Size>(
         _workspace: &mut SimtWorkspace,
         _source: &Tensor<Vector<F, N>>,
         _origin: usize,
         _valid: u32,
+        #[comptime] _stream: Stream,
         #[comptime] _shape: TileShape,
     ) {
     }
 
-    fn stage_key<F: Float, N: Size>(
+    fn stage<F: Float, N: Size>(
         workspace: &mut SimtWorkspace,
         source: &Tensor<Vector<F, N>>,
         origin: usize,
         valid: u32,
+        #[comptime] stream: Stream,
         #[comptime] shape: TileShape,
     ) {
         let tile = comptime!(RegisterTile::of(shape));
@@ -220,38 +238,10 @@ impl TileAlgebra for Simt {
             source,
             origin,
             valid,
+            1.0f32,
             &mut workspace.key_value,
             shape.k_rows,
-            comptime!(shape.head_dim / 4),
-            tile.key_value_pitch,
-            comptime!(shape.units()),
-        );
-    }
-
-    fn fetch_value<F: Float, N: Size>(
-        _workspace: &mut SimtWorkspace,
-        _source: &Tensor<Vector<F, N>>,
-        _origin: usize,
-        _valid: u32,
-        #[comptime] _shape: TileShape,
-    ) {
-    }
-
-    fn stage_value<F: Float, N: Size>(
-        workspace: &mut SimtWorkspace,
-        source: &Tensor<Vector<F, N>>,
-        origin: usize,
-        valid: u32,
-        #[comptime] shape: TileShape,
-    ) {
-        let tile = comptime!(RegisterTile::of(shape));
-        load_rows::<F, N>(
-            source,
-            origin,
-            valid,
-            &mut workspace.key_value,
-            shape.k_rows,
-            comptime!(shape.value_dim / 4),
+            comptime!(shape.width(stream) / 4),
             tile.key_value_pitch,
             comptime!(shape.units()),
         );
@@ -260,7 +250,6 @@ impl TileAlgebra for Simt {
     fn mma_ab_t(
         workspace: &mut SimtWorkspace,
         scores: &mut Array<f32>,
-        scale: f32,
         #[comptime] shape: TileShape,
     ) {
         let tile = comptime!(RegisterTile::of(shape));
@@ -268,7 +257,6 @@ impl TileAlgebra for Simt {
             &workspace.query,
             &workspace.key_value,
             scores,
-            scale,
             comptime!(shape.head_dim / 4),
             tile.query_pitch,
             tile.key_value_pitch,
@@ -298,11 +286,11 @@ impl TileAlgebra for Simt {
         product::stage_weights(&mut workspace.weights, weights, comptime!(shape.grid()));
     }
 
-    fn softcap(scores: &mut Array<f32>, cap: f32, #[comptime] shape: TileShape) {
+    fn softcap(scores: &mut Array<f32>, scale: f32, cap: f32, #[comptime] shape: TileShape) {
         let tile = comptime!(RegisterTile::of(shape));
         #[unroll]
         for i in 0..comptime!(tile.rows * tile.keys) {
-            scores[i] = cap * tanh(scores[i]);
+            scores[i] = cap * tanh(scale * scores[i]);
         }
     }
 
@@ -328,22 +316,26 @@ impl TileAlgebra for Simt {
         scores: &Array<f32>,
         maximum: &mut Array<f32>,
         correction: &mut Array<f32>,
+        scale: f32,
         #[comptime] shape: TileShape,
     ) {
-        row_max(&mut workspace.partial, scores, maximum, correction, shape);
+        row_max(&mut workspace.partial, scores, maximum, correction, scale, shape);
     }
 
-    fn exp(scores: &mut Array<f32>, maximum: &Array<f32>, #[comptime] shape: TileShape) {
+    fn exp(
+        scores: &mut Array<f32>,
+        maximum: &Array<f32>,
+        scale: f32,
+        #[comptime] shape: TileShape,
+    ) {
         let tile = comptime!(RegisterTile::of(shape));
         #[unroll]
         for r in 0..tile.rows {
-            // A row that has seen no key yet is compared with 0: its masked scores vanish too.
-            let unseen = maximum[r] < f32::new(MASKED_THRESHOLD);
-            let reference = select(unseen, f32::new(0.0f32), maximum[r]);
+            let reference = reference(maximum[r], scale);
             #[unroll]
             for c in 0..tile.keys {
                 let i = comptime!(r * tile.keys + c);
-                scores[i] = f32::exp(scores[i] - reference);
+                scores[i] = weight(scores[i], scale, reference);
             }
         }
     }
@@ -384,6 +376,7 @@ impl TileAlgebra for Simt {
         output: &Array<F4>,
         maximum: &Array<f32>,
         sum: &Array<f32>,
+        scale: f32,
         out: &mut [Vector<F, Const<4>>],
         lse: &mut [f32],
         target_row: usize,
@@ -397,6 +390,7 @@ impl TileAlgebra for Simt {
             output,
             maximum,
             sum,
+            scale,
             out,
             lse,
             target_row,

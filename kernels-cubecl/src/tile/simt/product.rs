@@ -18,14 +18,13 @@ pub(super) fn weights_pitch(grid: UnitGrid) -> usize {
     grid.y * groups(grid) + 1
 }
 
-/// `scores = scale * rows * columns^T` over `width` vectors of 4. Rows and columns of the operands lie
+/// `scores = rows * columns^T` over `width` vectors of 4. Rows and columns of the operands lie
 /// `row_pitch` and `column_pitch` vectors apart.
 #[cube]
 pub(super) fn mma_ab_t(
     rows: &[F4],
     columns: &[F4],
     scores: &mut Array<f32>,
-    scale: f32,
     #[comptime] width: usize,
     #[comptime] row_pitch: usize,
     #[comptime] column_pitch: usize,
@@ -52,10 +51,6 @@ pub(super) fn mma_ab_t(
                 scores[i] = dot(own[r], column, scores[i]);
             }
         }
-    }
-    #[unroll]
-    for i in 0..comptime!(grid.rows * grid.columns) {
-        scores[i] *= scale;
     }
 }
 

@@ -12,6 +12,7 @@ pub(in crate::tile) fn store<F: Float>(
     output: &Array<F4>,
     maximum: &Array<f32>,
     sum: &Array<f32>,
+    scale: f32,
     out: &mut [Vector<F, Const<4>>],
     lse: &mut [f32],
     target_row: usize,
@@ -42,7 +43,7 @@ pub(in crate::tile) fn store<F: Float>(
         let target = target_row + (row + r) * row_stride;
         if ((row + r) as u32) < valid {
             if unit_x(grid) == 0 {
-                lse[target] = select(empty, minus_infinity, maximum[r] + f32::ln(total));
+                lse[target] = select(empty, minus_infinity, scale * maximum[r] + f32::ln(total));
             }
             #[unroll]
             for c in 0..tile.columns {

@@ -4,7 +4,7 @@ use cubecl::{ir::ElemType, prelude::*};
 
 use super::Target;
 use crate::{
-    attention_varlen::kernel::{ScoreOptions, work_item},
+    attention_varlen::kernel::{Call, ScoreOptions, work_item},
     tile::{
         Axis, F2, GradientAlgebra, GradientShape,
         Product::{Scores, Weights},
@@ -14,8 +14,8 @@ use crate::{
 /// dk and dv: one cube per (key tile, key head).
 ///
 /// Keys and values are the rows; the queries and d_out of every head that reads them stream past.
-/// Scores are products times `query_scale`. In the work list queries and keys are swapped: it lists
-/// key tiles, whose band says which queries see a key, and `left` and `right` are swapped, too.
+/// In the work list queries and keys are swapped: it lists key tiles, whose band says which queries see
+/// a key; so are `left` and `right` of the call, whose heads are those of the keys.
 #[cube(launch_unchecked, address_type = "dynamic")]
 pub(crate) fn attention_varlen_dkdv<
     T: GradientAlgebra,
@@ -34,14 +34,8 @@ pub(crate) fn attention_varlen_dkdv<
     grads: &mut [Vector<F, Const<4>>],
     dk: Target,
     dv: Target,
-    tiles: u32,
-    heads_kv: u32,
-    heads_per_kv: u32,
-    query_scale: f32,
+    call: Call,
     softmax_scale: f32,
-    softcap: f32,
-    left: i32,
-    right: i32,
     #[comptime] shape: GradientShape,
     #[comptime] options: ScoreOptions,
     #[define(F)] _dtype: ElemType,
@@ -51,12 +45,13 @@ pub(crate) fn attention_varlen_dkdv<
     #[define(ND)] _vector_d_out: usize,
 ) {
     let cube = CUBE_POS as u32;
-    if cube >= tiles * heads_kv {
+    if cube >= call.tiles * call.heads {
         terminate!();
     }
-    let head_kv = (cube / tiles) as usize;
-    let heads = (heads_kv * heads_per_kv) as usize;
-    let item = work_item(work, cube % tiles, left, right, options);
+    let head_kv = (cube / call.tiles) as usize;
+    let heads_per_kv = call.heads_per_kv as usize;
+    let heads = call.heads as usize * heads_per_kv;
+    let item = work_item(work, cube % call.tiles, &call, options);
     let band = item.band;
     let rows = item.q_rows as u32;
 
@@ -74,8 +69,8 @@ pub(crate) fn attention_varlen_dkdv<
 
     let tile_q = comptime!(shape.grid.tile_columns() as i32);
     let end = band.end_key(item.q_rows);
-    for group in 0..heads_per_kv as usize {
-        let head = head_kv * heads_per_kv as usize + group;
+    for group in 0..heads_per_kv {
+        let head = head_kv * heads_per_kv + group;
         let mut query = band.first_key();
         while query < end {
             let queries = min(tile_q, band.k_len - query) as u32;
@@ -97,24 +92,26 @@ pub(crate) fn attention_varlen_dkdv<
                 T::load_columns::<F, NQ>(&mut memory, q, q_at, queries, Scores, shape);
             }
             sync_cube();
-            T::mma_ab_t(&mut memory, &mut gradients, 1.0f32, Weights, shape);
+            T::mma_ab_t(&mut memory, &mut gradients, Weights, shape);
             if comptime!(shape.one_room) {
                 sync_cube();
                 T::load_columns::<F, NQ>(&mut memory, q, q_at, queries, Scores, shape);
                 sync_cube();
             }
-            T::mma_ab_t(&mut memory, &mut scores, query_scale, Scores, shape);
+            T::mma_ab_t(&mut memory, &mut scores, Scores, shape);
             T::differentiate(
                 &mut scores,
                 &mut gradients,
                 &statistics,
-                &band,
-                query,
-                softcap,
+                call.score_scale,
+                call.softcap,
                 options.softcap,
                 Axis::Columns,
                 shape,
             );
+            if band.cuts(query, tile_q, item.q_rows) {
+                T::mask(&mut scores, &mut gradients, &band, query, shape);
+            }
 
             T::stage(&mut memory, &gradients, shape);
             T::mma_ab(&mut memory, &mut d_keys, Scores, shape);

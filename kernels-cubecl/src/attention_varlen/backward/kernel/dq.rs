@@ -4,7 +4,7 @@ use cubecl::{ir::ElemType, prelude::*};
 
 use super::Target;
 use crate::{
-    attention_varlen::kernel::{ScoreOptions, work_item},
+    attention_varlen::kernel::{Call, ScoreOptions, work_item},
     tile::{
         Axis, F2, GradientAlgebra, GradientShape,
         Product::{Scores, Weights},
@@ -13,8 +13,7 @@ use crate::{
 
 /// dq: one cube per (query tile, head); see [`GradientAlgebra`] for what the steps do.
 ///
-/// Queries and d_out are the rows; keys and values stream past. Scores are products times
-/// `query_scale`.
+/// Queries and d_out are the rows; keys and values stream past.
 #[cube(launch_unchecked, address_type = "dynamic")]
 pub(crate) fn attention_varlen_dq<
     T: GradientAlgebra,
@@ -32,14 +31,8 @@ pub(crate) fn attention_varlen_dq<
     work: &[i32],
     grads: &mut [Vector<F, Const<4>>],
     dq: Target,
-    tiles: u32,
-    heads: u32,
-    heads_per_kv: u32,
-    query_scale: f32,
+    call: Call,
     softmax_scale: f32,
-    softcap: f32,
-    left: i32,
-    right: i32,
     #[comptime] shape: GradientShape,
     #[comptime] options: ScoreOptions,
     #[define(F)] _dtype: ElemType,
@@ -49,12 +42,12 @@ pub(crate) fn attention_varlen_dq<
     #[define(ND)] _vector_d_out: usize,
 ) {
     let cube = CUBE_POS as u32;
-    if cube >= tiles * heads {
+    if cube >= call.tiles * call.heads {
         terminate!();
     }
-    let head = (cube / tiles) as usize;
-    let head_kv = head / heads_per_kv as usize;
-    let item = work_item(work, cube % tiles, left, right, options);
+    let head = (cube / call.tiles) as usize;
+    let head_kv = head / call.heads_per_kv as usize;
+    let item = work_item(work, cube % call.tiles, &call, options);
     let band = item.band;
     let rows = item.q_rows as u32;
 
@@ -68,7 +61,7 @@ pub(crate) fn attention_varlen_dq<
     T::load_rows::<F, NQ>(&mut memory, q, q_at, rows, Scores, shape);
     let d_out_at = item.q_start * d_out.stride(0) + head * d_out.stride(1);
     T::load_rows::<F, ND>(&mut memory, d_out, d_out_at, rows, Weights, shape);
-    let heads = heads as usize;
+    let heads = call.heads as usize;
     let stats_at = item.q_start * heads + head;
     T::load_statistics(&mut statistics, stats, stats_at, heads, rows, Axis::Rows, shape);
 
@@ -86,24 +79,26 @@ pub(crate) fn attention_varlen_dq<
             T::load_columns::<F, NK>(&mut memory, k, k_at, keys, Scores, shape);
         }
         sync_cube();
-        T::mma_ab_t(&mut memory, &mut gradients, 1.0f32, Weights, shape);
+        T::mma_ab_t(&mut memory, &mut gradients, Weights, shape);
         if comptime!(shape.one_room) {
             sync_cube();
             T::load_columns::<F, NK>(&mut memory, k, k_at, keys, Scores, shape);
             sync_cube();
         }
-        T::mma_ab_t(&mut memory, &mut scores, query_scale, Scores, shape);
+        T::mma_ab_t(&mut memory, &mut scores, Scores, shape);
         T::differentiate(
             &mut scores,
             &mut gradients,
             &statistics,
-            &band,
-            key,
-            softcap,
+            call.score_scale,
+            call.softcap,
             options.softcap,
             Axis::Rows,
             shape,
         );
+        if band.cuts(key, tile_k, item.q_rows) {
+            T::mask(&mut scores, &mut gradients, &band, key, shape);
+        }
 
         T::stage(&mut memory, &gradients, shape);
         T::mma_ab(&mut memory, &mut output, Scores, shape);
