@@ -1,16 +1,24 @@
-//! `2^x`, by the instruction that NVIDIA's GPUs have for it.
+//! `2^x`, and the instruction that NVIDIA's GPUs have for it.
 //!
-//! CubeCL knows `exp` alone. Of that, NVIDIA's library makes `ex2` and seven instructions around it, as
-//! many as the whole rest of a softmax takes; so the operation is added to CubeCL's, with what its two
-//! compilers for CUDA make of it.
+//! CubeCL knows `exp` alone. Of that, NVIDIA's library makes `ex2` and seven instructions around it, twice
+//! what the rest of a softmax takes; so the operation is added to CubeCL's own, with what its two compilers
+//! for CUDA make of it.
+
+use core::f32::consts::LN_2;
 
 use cubecl::prelude::*;
 
-/// `2^x`. With the feature `nvidia` it is `ex2.approx.ftz.f32`, off by at most 2 ulp, with 0 for what is
-/// less than the least normal number ([PTX ISA](https://docs.nvidia.com/cuda/parallel-thread-execution/#floating-point-instructions-ex2)).
-#[cfg(feature = "nvidia")]
+/// `2^x`, on any device.
 #[cube]
 pub(crate) fn exp2(x: f32) -> f32 {
+    f32::exp(x * LN_2)
+}
+
+/// `2^x`, on NVIDIA's GPUs, by `ex2.approx.ftz.f32`: off by at most 2 ulp, with 0 for what is less than
+/// the least normal number ([PTX ISA](https://docs.nvidia.com/cuda/parallel-thread-execution/#floating-point-instructions-ex2)).
+#[cfg(feature = "nvidia")]
+#[cube]
+pub(crate) fn ex2(x: f32) -> f32 {
     intrinsic!(|scope| {
         let x = x.read_value(scope);
         let op = instruction::Exp2Op::new(scope.ctx_mut(), x);
@@ -18,12 +26,9 @@ pub(crate) fn exp2(x: f32) -> f32 {
     })
 }
 
-/// `2^x`.
+/// Without the feature `nvidia` no kernel for these GPUs is compiled in earnest.
 #[cfg(not(feature = "nvidia"))]
-#[cube]
-pub(crate) fn exp2(x: f32) -> f32 {
-    f32::exp(x * core::f32::consts::LN_2)
-}
+pub(crate) use exp2 as ex2;
 
 #[cfg(feature = "nvidia")]
 mod instruction {

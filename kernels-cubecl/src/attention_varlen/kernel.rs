@@ -37,9 +37,9 @@ pub(super) struct Call {
     pub heads: u32,
     /// Query heads that share a key head.
     pub heads_per_kv: u32,
-    /// Factor on products of queries and keys, before a cap.
+    /// Factor on scores: of log2 of weights, or before a cap.
     pub score_scale: f32,
-    /// The cap of scores, where there is one.
+    /// The cap on log2 of weights, where there is one.
     pub softcap: f32,
     /// The window's sides, where they are bounded.
     pub left: i32,
@@ -124,7 +124,7 @@ pub(super) fn attention_varlen<T: TileAlgebra, F: Float, NQ: Size, NK: Size, NV:
     let item = work_item(work, cube % call.tiles, &call, blueprint.options);
     let band = item.band;
     let q_rows = item.q_rows;
-    // A cap wants scores that are scaled, and gives some.
+    // A cap wants scores that are scaled, and leaves them so.
     let scale =
         if comptime!(blueprint.options.softcap) { f32::new(1.0f32) } else { call.score_scale };
 

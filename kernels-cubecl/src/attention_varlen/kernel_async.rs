@@ -44,7 +44,7 @@ pub(super) fn attention_varlen_async<T: RingAlgebra, F: Float, NQ: Size, NK: Siz
     let item = work_item(work, cube % call.tiles, &call, blueprint.options);
     let band = item.band;
     let q_rows = item.q_rows;
-    // A cap wants scores that are scaled, and gives some.
+    // A cap wants scores that are scaled, and leaves them so.
     let scale =
         if comptime!(blueprint.options.softcap) { f32::new(1.0f32) } else { call.score_scale };
 

@@ -1,6 +1,6 @@
 //! Launching attention.
 
-use std::sync::Arc;
+use std::{f32::consts::LOG2_E, sync::Arc};
 
 use cubecl::{client::Client, prelude::*};
 
@@ -141,31 +141,35 @@ fn run<T: TileAlgebra>(
 /// sign; and all scores are 0 where it would not make a difference between any of them.
 pub(super) fn call(problem: &AttentionProblem, work: &DeviceWorkList) -> (CallLaunch, f32) {
     let scale = problem.softmax_scale;
-    let (query_factor, score_scale) = match problem.softcap {
-        Some(cap) => (1.0, scale / cap),
+    let (query_factor, scale) = match problem.softcap {
+        Some(_) => (1.0, scale),
         None if scale.abs() < LEAST_SCALE => (0.0, 1.0),
         None => (scale.signum(), scale.abs()),
     };
-    (call_with(problem, work, problem.heads(), score_scale, bounds(problem)), query_factor)
+    (call_with(problem, work, problem.heads(), scale, bounds(problem)), query_factor)
 }
 
-/// Times the largest product of finite bf16 rows that stays finite in f32, this is a score below 1e-6.
+/// Scores of a million times a million, scaled by less than this, differ by less than 1e-17.
 const LEAST_SCALE: f32 = 1e-30;
 
-/// As [`call`], of rows that have this many heads.
+/// As [`call`], of rows that have this many heads, with this softmax scale.
 pub(super) fn call_with(
     problem: &AttentionProblem,
     work: &DeviceWorkList,
     heads: usize,
-    score_scale: f32,
+    scale: f32,
     (left, right): (i32, i32),
 ) -> CallLaunch {
+    let (score_scale, cap) = match problem.softcap {
+        Some(cap) => (scale / cap, cap * LOG2_E),
+        None => (scale * LOG2_E, 1.0),
+    };
     CallLaunch::new(
         work.tiles as u32,
         heads as u32,
         (problem.heads() / problem.heads_kv()) as u32,
         score_scale,
-        problem.softcap.unwrap_or(1.0),
+        cap,
         left,
         right,
     )

@@ -4,7 +4,7 @@ use cubecl::prelude::*;
 
 use super::{Band, MatrixTile, UnitGrid};
 
-/// Statistics of one query: lse and delta.
+/// Statistics of one query: lse, in units of ln(2), and delta.
 pub type F2 = Vector<f32, Const<2>>;
 
 /// The two inner products of a query and a key.
@@ -131,9 +131,9 @@ pub trait GradientAlgebra: Send + Sync + 'static {
         #[comptime] shape: GradientShape,
     );
 
-    /// Replaces scores by weights, `p = exp(s - lse)` of `s = scale * score`, and gradients of weights
-    /// by gradients of `s`, `ds = p * (dp - delta)`. If `capped`, `s = cap * tanh(scale * score)` and
-    /// `ds` is that of `scale * score`, divided by `cap`.
+    /// Replaces scores by weights, `p = 2^(scale * score - lse)`, and gradients of weights by
+    /// gradients of scores, `ds = p * (dp - delta)`. If `capped`, `p = 2^(cap * t - lse)` with
+    /// `t = tanh(scale * score)`, and `ds` has the factor `1 - t^2`.
     fn differentiate(
         scores: &mut Self::Scores,
         gradients: &mut Self::Scores,

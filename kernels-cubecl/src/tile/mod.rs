@@ -130,8 +130,9 @@ impl UnitGrid {
 
 /// Operations on the tiles of one attention loop.
 ///
-/// A score is a product of a query and a key; `scale`, which is positive, is left to be applied where
-/// scores are compared, so that it costs nothing (`exp` multiplies anyway).
+/// A score is a product of a query and a key. It is not scaled before it is compared, so that of the
+/// softmax scale, of log2(e) and of the row's maximum one fused multiply-add remains; `scale` has the
+/// first two, and is positive.
 ///
 /// Every unit of the cube calls every operation, in uniform control flow. Operations that exchange
 /// data through the workspace synchronise themselves where their documentation says so; the loop
@@ -211,7 +212,7 @@ pub trait TileAlgebra: Send + Sync + 'static {
     /// Sets scores outside the band to [`MASKED`]; column 0 is key `first_key` of the segment.
     fn mask(scores: &mut Self::Scores, band: &Band, first_key: i32, #[comptime] shape: TileShape);
     /// Raises `maximum` to the maxima of the score rows and sets `correction` to
-    /// `exp(scale * (old - new))`. Where keys and values share a room, every unit has finished reading
+    /// `2^(scale * (old - new))`. Where keys and values share a room, every unit has finished reading
     /// keys when it returns.
     fn row_max(
         workspace: &mut Self::Workspace,
@@ -221,7 +222,7 @@ pub trait TileAlgebra: Send + Sync + 'static {
         scale: f32,
         #[comptime] shape: TileShape,
     );
-    /// `scores = exp(scale * (scores - maximum))`; 0 where masked.
+    /// `scores = 2^(scale * (scores - maximum))`; 0 where masked.
     fn exp(
         scores: &mut Self::Scores,
         maximum: &Self::Rows,
@@ -239,7 +240,7 @@ pub trait TileAlgebra: Send + Sync + 'static {
     /// `output *= correction`, row by row.
     fn rescale(output: &mut Self::Output, correction: &Self::Rows, #[comptime] shape: TileShape);
 
-    /// Writes `output / sum` and `lse = scale * maximum + ln(sum)`; rows without any visible key get 0 and
+    /// Writes `output / sum` and `lse = ln(2) * scale * maximum + ln(sum)`; rows without any visible key get 0 and
     /// `minus_infinity`. Row `r < valid` goes to `out[(first_row + r * row_stride) * value_dim ..]`
     /// and `lse[first_row + r * row_stride]`.
     fn store<F: Float>(

@@ -6,7 +6,6 @@ use cubecl::{client::Client, prelude::*};
 
 use super::{
     super::{
-        AttentionProblem,
         kernel::Call,
         launch::{bounds, call_with},
     },
@@ -264,7 +263,7 @@ fn launch_queries<T: GradientAlgebra>(
             BufferArg::from_raw_parts(work.handle.clone(), work.tiles * TILE_WORDS),
             grads.into_buffer_arg(),
             target(problem.placements.dq),
-            call_with(forward, work, forward.heads(), score_scale(forward), bounds(forward)),
+            call_with(forward, work, forward.heads(), forward.softmax_scale, bounds(forward)),
             forward.softmax_scale,
             blueprint.shape,
             blueprint.options,
@@ -313,7 +312,7 @@ fn launch_keys_values<T: GradientAlgebra>(
             grads.into_buffer_arg(),
             target(problem.placements.dk),
             target(problem.placements.dv),
-            call_with(forward, work, forward.heads_kv(), score_scale(forward), (right, left)),
+            call_with(forward, work, forward.heads_kv(), forward.softmax_scale, (right, left)),
             forward.softmax_scale,
             blueprint.shape,
             blueprint.options.transposed(),
@@ -324,11 +323,6 @@ fn launch_keys_values<T: GradientAlgebra>(
             vector_d_out,
         );
     }
-}
-
-/// Factor on products of queries and keys, before a cap.
-fn score_scale(forward: &AttentionProblem) -> f32 {
-    forward.softmax_scale / forward.softcap.unwrap_or(1.0)
 }
 
 fn target(placement: Placement) -> TargetLaunch {

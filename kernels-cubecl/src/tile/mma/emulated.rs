@@ -6,7 +6,7 @@ use super::{
     room::{Chunk, Operand, Pair},
     unit::{K, LANES, M, MatrixUnit, N, lane, plane},
 };
-use crate::tile::simt;
+use crate::exp2::exp2;
 
 /// [`MatrixUnit`] computed through shared memory: the same kernel, with the same rows named by the
 /// same lanes and the same elements in the same registers, runs where there is neither `mma.sync`
@@ -138,8 +138,8 @@ impl MatrixUnit for Emulated {
         sync_cube();
     }
 
-    fn weight(score: f32, scale: f32, reference: f32) -> f32 {
-        simt::weight(score, scale, reference)
+    fn exp2(x: f32) -> f32 {
+        exp2(x)
     }
 
     fn shuffle_xor(exchange: &mut Exchange, value: f32, #[comptime] mask: u32) -> f32 {

@@ -283,9 +283,9 @@ impl<U: MatrixUnit> GradientAlgebra for Mma<U> {
                 if comptime!(capped) {
                     let tanh = tanh(scale * scores[i]);
                     gradient *= 1.0f32 - tanh * tanh;
-                    scores[i] = U::weight(tanh, cap, lse);
+                    scores[i] = U::exp2(fma(tanh, cap, -lse));
                 } else {
-                    scores[i] = U::weight(scores[i], scale, lse);
+                    scores[i] = U::exp2(fma(scores[i], scale, -lse));
                 }
                 gradients[i] = gradient * scores[i];
             }

@@ -28,7 +28,7 @@ pub(crate) use gradient::gradient_memory;
 pub(crate) use sizes::shared_memory;
 pub(crate) use unit::LANES;
 
-use core::marker::PhantomData;
+use core::{f32::consts::LN_2, marker::PhantomData};
 
 use super::{
     Band, CmmaShape, MASKED, Stream, TileAlgebra, TileShape,
@@ -331,7 +331,7 @@ impl<U: MatrixUnit> TileAlgebra for Mma<U> {
             // The four lanes of a group hold one row.
             raised = max(raised, U::shuffle_xor(&mut workspace.exchange, raised, 1u32));
             raised = max(raised, U::shuffle_xor(&mut workspace.exchange, raised, 2u32));
-            correction[r] = U::weight(maximum[r] - raised, scale, f32::new(0.0f32));
+            correction[r] = U::exp2(scale * (maximum[r] - raised));
             maximum[r] = raised;
         }
     }
@@ -349,7 +349,7 @@ impl<U: MatrixUnit> TileAlgebra for Mma<U> {
             #[unroll]
             for c in 0..comptime!(2 * sizes.scores) {
                 let i = row::element(r, c, sizes.scores);
-                scores[i] = U::weight(scores[i], scale, reference);
+                scores[i] = U::exp2(fma(scores[i], scale, -reference));
             }
         }
     }
@@ -410,7 +410,8 @@ impl<U: MatrixUnit> TileAlgebra for Mma<U> {
             let inside = (row as u32) < valid;
             let target = target_row + row * row_stride;
             if inside && group_place() == 0 {
-                lse[target] = select(empty, minus_infinity, scale * maximum[r] + f32::ln(total));
+                lse[target] =
+                    select(empty, minus_infinity, scale * maximum[r] * LN_2 + f32::ln(total));
             }
             let at = target * comptime!(shape.value_dim / 4);
             row::store::<U, F>(

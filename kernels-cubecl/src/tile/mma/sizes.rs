@@ -11,8 +11,12 @@ use super::{
 };
 use crate::tile::TileShape;
 
-/// Registers that left operands of the query may take, per unit.
+/// Registers of a unit that left operands of the query may take.
 const HELD_REGISTERS: usize = 32;
+
+/// Registers of a unit that these, both accumulators and a tile under way may take together. Of 255,
+/// the weights, addresses and statistics of rows need the rest.
+const LASTING_REGISTERS: usize = 168;
 
 /// Sizes that follow from a [`TileShape`].
 #[derive(Clone, Copy)]
@@ -29,6 +33,8 @@ pub(super) struct Sizes {
     pub query_pairs: usize,
     /// Chunks under way at once.
     pub fetched: usize,
+    /// Registers that chunks of keys or values under way take, 32 bits each.
+    under_way: usize,
 }
 
 impl Sizes {
@@ -37,6 +43,10 @@ impl Sizes {
         let units = shape.units();
         let row_tiles = shape.q_rows / (M * shape.units_y);
         let chunks = |rows, width| room::chunks(rows, width, units, matrix);
+        let streamed = match matrix.ring {
+            None => chunks(shape.k_rows, shape.head_dim.max(shape.value_dim)),
+            Some(_) => 0,
+        };
         Self {
             matrix,
             units,
@@ -44,18 +54,16 @@ impl Sizes {
             scores: fragments(shape.k_rows),
             outputs: fragments(shape.value_dim),
             query_pairs: 4 * row_tiles * steps(shape.head_dim),
-            fetched: match matrix.ring {
-                None => chunks(shape.q_rows, shape.head_dim)
-                    .max(chunks(shape.k_rows, shape.head_dim))
-                    .max(chunks(shape.k_rows, shape.value_dim)),
-                Some(_) => chunks(shape.q_rows, shape.head_dim),
-            },
+            fetched: streamed.max(chunks(shape.q_rows, shape.head_dim)),
+            under_way: streamed * matrix.chunk / 2,
         }
     }
 
     /// Whether left operands of the query stay in registers.
     pub fn holds_query(&self) -> bool {
+        let accumulators = 4 * self.row_tiles * (self.scores + self.outputs);
         self.query_pairs <= HELD_REGISTERS
+            && self.query_pairs + accumulators + self.under_way <= LASTING_REGISTERS
     }
 
     /// Rows that a unit has a part of: two in every row tile.

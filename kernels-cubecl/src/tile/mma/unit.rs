@@ -1,11 +1,9 @@
 //! The matrix instructions, and the plane that runs them.
 
-use core::f32::consts::LOG2_E;
-
 use cubecl::{cmma::MatrixIdent, cmma::MmaDefinition, prelude::*};
 
 use super::room::{Chunk, Operand, Pair};
-use crate::exp2::exp2;
+use crate::exp2::ex2;
 
 /// Rows of a left operand and of the result.
 pub(super) const M: usize = 16;
@@ -57,8 +55,8 @@ pub trait MatrixUnit: Send + Sync + 'static {
         result_at: usize,
     );
 
-    /// `exp(scale * score - reference)`.
-    fn weight(score: f32, scale: f32, reference: f32) -> f32;
+    /// `2^x`.
+    fn exp2(x: f32) -> f32;
 
     /// The value of lane `l ^ mask`.
     fn shuffle_xor(exchange: &mut Self::Exchange, value: f32, #[comptime] mask: u32) -> f32;
@@ -130,10 +128,8 @@ impl MatrixUnit for TensorCore {
         }
     }
 
-    /// The caller's `scale` and `reference` stay as they are for many scores, so that one fused
-    /// multiply-add and one `ex2` remain of it.
-    fn weight(score: f32, scale: f32, reference: f32) -> f32 {
-        exp2(fma(score, scale * LOG2_E, -(reference * LOG2_E)))
+    fn exp2(x: f32) -> f32 {
+        ex2(x)
     }
 
     fn shuffle_xor(_exchange: &mut Self::Exchange, value: f32, #[comptime] mask: u32) -> f32 {

@@ -5,10 +5,13 @@
 
 use cubecl::prelude::*;
 
-use super::{Simt, first_row, pitch, product, tanh, unit_x, weight, zeros};
-use crate::tile::{
-    Axis, Band, F2, GradientAlgebra, GradientShape, Product, UnitGrid,
-    global::{F4, load_rows},
+use super::{Simt, first_row, pitch, product, tanh, unit_x, zeros};
+use crate::{
+    exp2::exp2,
+    tile::{
+        Axis, Band, F2, GradientAlgebra, GradientShape, Product, UnitGrid,
+        global::{F4, load_rows},
+    },
 };
 
 /// Shared memory of a gradient loop. With one room for the columns, it is that of the scores.
@@ -229,9 +232,9 @@ impl GradientAlgebra for Simt {
                 if comptime!(capped) {
                     let tanh = tanh(scale * scores[i]);
                     gradient *= 1.0f32 - tanh * tanh;
-                    scores[i] = weight(tanh, cap, lse);
+                    scores[i] = exp2(fma(tanh, cap, -lse));
                 } else {
-                    scores[i] = weight(scores[i], scale, lse);
+                    scores[i] = exp2(fma(scores[i], scale, -lse));
                 }
                 gradients[i] = gradient * scores[i];
             }

@@ -18,6 +18,7 @@ use super::{
     Band, MASKED, MASKED_THRESHOLD, Stream, TileAlgebra, TileShape, UnitGrid,
     global::{F4, load_rows},
 };
+use crate::exp2::exp2;
 
 /// Plain SIMT tiles. See the module documentation.
 pub struct Simt;
@@ -96,12 +97,6 @@ pub(super) fn tanh(x: f32) -> f32 {
     1.0f32 - 2.0f32 / (f32::exp(2.0f32 * x) + 1.0f32)
 }
 
-/// `exp(scale * score - reference)`.
-#[cube]
-pub(super) fn weight(score: f32, scale: f32, reference: f32) -> f32 {
-    f32::exp(fma(score, scale, -reference))
-}
-
 /// What the scaled scores of a row are compared with: its maximum, or 0 where it has seen no key yet,
 /// so that its masked scores vanish, too.
 #[cube]
@@ -151,7 +146,7 @@ pub(super) fn row_max(
         for x in 0..shape.units_x {
             raised = max(raised, partial[at + comptime!(r * shape.units_x + x)]);
         }
-        correction[r] = f32::exp(scale * (maximum[r] - raised));
+        correction[r] = exp2(scale * (maximum[r] - raised));
         maximum[r] = raised;
     }
 }
@@ -335,7 +330,7 @@ impl TileAlgebra for Simt {
             #[unroll]
             for c in 0..tile.keys {
                 let i = comptime!(r * tile.keys + c);
-                scores[i] = weight(scores[i], scale, reference);
+                scores[i] = exp2(fma(scores[i], scale, -reference));
             }
         }
     }

@@ -1,5 +1,7 @@
 //! Normalising and writing the output tile.
 
+use core::f32::consts::LN_2;
+
 use cubecl::prelude::*;
 
 use super::{RegisterTile, first_row, unit_x};
@@ -43,7 +45,8 @@ pub(in crate::tile) fn store<F: Float>(
         let target = target_row + (row + r) * row_stride;
         if ((row + r) as u32) < valid {
             if unit_x(grid) == 0 {
-                lse[target] = select(empty, minus_infinity, scale * maximum[r] + f32::ln(total));
+                lse[target] =
+                    select(empty, minus_infinity, scale * maximum[r] * LN_2 + f32::ln(total));
             }
             #[unroll]
             for c in 0..tile.columns {

@@ -1,5 +1,7 @@
 //! lse and delta of every query.
 
+use core::f32::consts::LOG2_E;
+
 use cubecl::{ir::ElemType, prelude::*};
 
 use crate::{
@@ -7,7 +9,7 @@ use crate::{
     tile::{F2, MASKED, dot, read_vector},
 };
 
-/// Writes lse and delta of every query. Each query has `lanes` units.
+/// Writes lse, in units of ln(2), and delta of every query. Each query has `lanes` units.
 ///
 /// Queries that see no key have lse minus infinity; they get zeros. All their scores are masked, so
 /// that no weight comes of it, and what is not finite stays out of the other passes.
@@ -56,7 +58,7 @@ pub(crate) fn attention_varlen_statistics<F: Float, NO: Size, ND: Size>(
             ComptimeOption::None => {}
         }
         let mut value = F2::new(0.0f32);
-        value.insert(0usize, select(unseen, f32::new(0.0f32), lse));
+        value.insert(0usize, select(unseen, f32::new(0.0f32), lse * LOG2_E));
         value.insert(1usize, select(unseen, f32::new(0.0f32), delta));
         stats[row] = value;
     }
