@@ -35,7 +35,7 @@ enum Command {
     Bench(Box<attention_bench::arguments::Bench>),
     /// Write a model folder with random weights, to time a tower of any size.
     Checkpoint(checkpoint::Checkpoint),
-    /// List each device that answers and what a request resolves to on it.
+    /// List each device that answers, what a request resolves to on it, and the kernels that run there.
     Devices(devices::Devices),
     /// Compile kernels without a GPU; fail if one needs local memory or differs from the table.
     Audit(kernel_audit::Audit),

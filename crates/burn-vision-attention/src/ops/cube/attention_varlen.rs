@@ -139,9 +139,10 @@ fn autotunes() -> bool {
     *AUTOTUNES
 }
 
-/// The kernel that serves contiguous tensors of these shapes, in words, or why there is none.
+/// This kernel for contiguous tensors of these shapes, in words, or why it serves none such.
 pub(in crate::ops) fn describe(
     device: &CubeDevice,
+    kernel: FlashKernel,
     dtype: DType,
     [q, k, v]: [[usize; 3]; 3],
     options: &AttentionOptions,
@@ -149,8 +150,7 @@ pub(in crate::ops) fn describe(
     let layouts = [q, k, v].map(TensorLayout::contiguous);
     let client = device.client();
     let problem = problem(layouts, dtype, options);
-    let blueprints =
-        candidates(&client, &problem, FlashKernel::V2).map_err(|reason| reason.to_string())?;
+    let blueprints = candidates(&client, &problem, kernel).map_err(|reason| reason.to_string())?;
     let others = blueprints.len() - 1;
     Ok(match others {
         1.. if autotunes() => format!("the fastest of {} and {others} more", blueprints[0]),
