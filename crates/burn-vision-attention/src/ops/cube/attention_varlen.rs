@@ -22,7 +22,6 @@ use super::{element, empty_like, layout, view};
 use crate::Segments;
 use crate::ops::attention_varlen::{AttentionOptions, FlashKernel};
 use crate::ops::backend::{AttentionGradients, LseGradient, Wanted};
-use crate::report::warn_once;
 
 /// Whether a kernel serves contiguous tensors of these shapes on a device, and if not, why.
 pub(in crate::ops) fn supports(
@@ -130,9 +129,9 @@ fn autotunes() -> bool {
             Err(_) | Ok("on") => true,
             Ok("off") => false,
             Ok(other) => {
-                warn_once(format!(
+                log::warn!(
                     "VISION_ATTENTION_AUTOTUNE: expected `on` or `off`, got {other:?}; taken as off"
-                ));
+                );
                 false
             }
         });
