@@ -157,7 +157,7 @@ fn without_arguments_the_sample_page_goes_through_the_tiny_tower() {
 #[test]
 fn unknown_instruction_sets_are_warned_of() {
     let place = Workplace::new();
-    let mut command = place.command::<&str>(&[]);
+    let mut command = place.command(&[fixture("gray.png")]);
     let output = command.env("VISION_ATTENTION_CPU_SIMD", "wrong").output().unwrap();
     assert!(output.status.success());
     let stderr = String::from_utf8(output.stderr).unwrap();
