@@ -90,7 +90,8 @@ install_wheels() {
         install_packages python3-pip
     }
     python3 -m pip install --quiet --no-deps --disable-pip-version-check --root-user-action=ignore \
-        --target "$to" "$@"
+        --target "$to" "$@" 2>"$work/pip.log" ||
+        fail "pip cannot install $*: $(grep -m 1 '^ERROR' "$work/pip.log" || tail -n 1 "$work/pip.log")"
 }
 
 # The three files that are used of some 300 MB, laid out as a CUDA toolkit has them.

@@ -55,6 +55,14 @@ fn argument_error(error: &clap::Error) -> String {
     format!("{}; see --help", lines.join("; ").trim_start_matches("error: "))
 }
 
+/// Shows warnings, but for the fallbacks of attention: the summaries say what runs, and why.
+pub fn show_warnings() {
+    let log = env_logger::Env::default();
+    // Fallbacks alone come from there: what the same crate says of its settings is to be seen.
+    let log = log.default_filter_or("warn,burn_vision_attention::report=error");
+    env_logger::Builder::from_env(log).init();
+}
+
 /// A whole number of at least 1, for clap.
 ///
 /// # Errors

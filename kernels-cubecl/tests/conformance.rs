@@ -3,6 +3,8 @@
 
 #[path = "attention_varlen.rs"]
 mod attention_varlen;
+#[path = "attention_varlen_async.rs"]
+mod attention_varlen_async;
 #[path = "attention_varlen_grad.rs"]
 mod attention_varlen_grad;
 #[path = "attention_varlen_matrix.rs"]

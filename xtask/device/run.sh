@@ -4,6 +4,9 @@
 # usage: ./run.sh
 #   needs the NVIDIA driver and a CUDA toolkit, of which libdevice is read; for ratios to PyTorch's
 #   varlen_attn also a Python with torch 2.10 or later. Built on Debian 12: glibc 2.36 or later.
+#   Where `features` lists cuda-cpp, CubeCL's C++ compiler compiles every kernel, those of flash_attention_2
+#   as well: of the toolkit NVRTC, no newer than the driver, and CUDA's headers are read instead, and on
+#   compute capability 9.0 and later flash_attention_3 is checked and measured, too.
 # Variables:
 #   OUT=./results   where results.json, table.txt and the log of each step go
 #   DEVICE=cuda     wgpu, flex, ...: as far as it is built in; other devices than cuda get a small grid
@@ -45,12 +48,22 @@ declare -A share=(
     [parity]=14 [gradients]=14 [conformance]=20 [attention]=27 [rope_qk_norm]=7 [torch]=14
     [parity-composed]=2 [gradients-composed]=2
 )
+# The same where flash_attention_3 runs.
+declare -A share_async=(
+    [parity]=10 [gradients]=10 [parity-async]=6 [gradients-async]=6 [conformance]=18 [attention]=22
+    [attention-async]=10 [rope_qk_norm]=5 [torch]=9 [parity-composed]=2 [gradients-composed]=2
+)
+
+# Whether CubeCL's C++ compiler compiles for CUDA, instead of LLVM.
+cpp=
+! grep -qx cuda-cpp "$here/features" 2>/dev/null || cpp=1
 
 OUT=${OUT:-results}
 mkdir -p "$OUT" && OUT=$(cd "$OUT" && pwd) || { echo "error: cannot make the folder OUT" >&2; exit 2; }
 # What an earlier run left.
-rm -f "$OUT"/{steps.tsv,facts.tsv,results.json,table.txt,attention.json,rope_qk_norm.json,torch.json}
-for name in "${!share[@]}"; do rm -f "$OUT/$name.log"; done
+rm -f "$OUT"/{steps.tsv,facts.tsv,results.json,table.txt}
+rm -f "$OUT"/{attention,attention-async,rope_qk_norm,torch}.json
+for name in "${!share_async[@]}"; do rm -f "$OUT/$name.log"; done
 fact() { printf '%s\t%s\n' "$1" "$2" >>"$OUT/facts.tsv"; }
 missing() {
     echo "missing: $*" >&2
@@ -74,11 +87,24 @@ libraries() {
     done
 }
 
-# The toolkit, of which the kernels' compiler reads one file.
+# What the kernels' compiler reads of a toolkit.
+reads="nvvm/libdevice/libdevice.10.bc"
+[ -z "$cpp" ] || reads="CUDA's headers (include/cuda_fp16.h, cuda/barrier)"
+
+# Whether a folder has that. Until CUDA 13 the headers of its C++ library were beside the others.
+has_toolkit() { # FOLDER
+    if [ -z "$cpp" ]; then
+        [ -e "$1/$reads" ]
+    else
+        [ -e "$1/include/cuda_fp16.h" ] &&
+            { [ -e "$1/include/cccl/cuda/barrier" ] || [ -e "$1/include/cuda/barrier" ]; }
+    fi
+}
+
 toolkit() {
-    local root file=nvvm/libdevice/libdevice.10.bc
+    local root
     for root in "${CUDA_PATH:-}" "${CUDA_HOME:-}" /usr/local/cuda /opt/cuda /usr/lib/cuda /usr; do
-        [ -n "$root" ] && [ -e "$root/$file" ] || continue
+        [ -n "$root" ] && has_toolkit "$root" || continue
         export CUDA_PATH=$root
         local version
         version=$(sed -nE '/"cuda" *:/,/}/s/.*"version" *: *"([^"]+)".*/\1/p' "$root/version.json" 2>/dev/null | head -n 1)
@@ -87,7 +113,23 @@ toolkit() {
         fact toolkit "${version:-of unknown release} in $root"
         return
     done
-    missing "a CUDA toolkit with $file; set CUDA_PATH to one"
+    missing "a CUDA toolkit with $reads; set CUDA_PATH to one"
+}
+
+# NVRTC under a name that the programs look for: they do not know every release's own.
+nvrtc() {
+    local library root=${CUDA_PATH:-/nonexistent}
+    for library in "$root"/{lib64,lib,targets/*/lib}/libnvrtc.so{,.[0-9]*} \
+        $(PATH=$PATH:/sbin ldconfig -p 2>/dev/null | sed -nE 's/^.*libnvrtc\.so[.0-9]* .*=> //p'); do
+        [ -e "$library" ] || continue
+        mkdir -p "$OUT/lib"
+        ln -sf "$library" "$OUT/lib/libnvrtc.so"
+        # It looks for a library of its own beside itself.
+        export LD_LIBRARY_PATH="$OUT/lib:${library%/*}${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}"
+        fact compiler "C++ and $(basename "$(readlink -f "$library")")"
+        return
+    done
+    missing "NVRTC: libnvrtc.so is neither in the toolkit's lib64 nor known to ldconfig; set CUDA_PATH to a toolkit that has it"
 }
 
 # What the driver says of the GPU; without libcuda the device would only say that a task of it panicked.
@@ -105,6 +147,9 @@ nvidia() {
     fact driver "${driver# }"
     fact memory "${memory# }"
     fact power_limit "${power# }"
+    # Not every driver knows this question.
+    capability=$(nvidia-smi -i "${index%%,*}" --query-gpu=compute_cap --format=csv,noheader 2>/dev/null |
+        sed -nE '1s/^ *([0-9]+)\.[0-9]+ *$/\1/p')
 }
 
 # Whether the device answers, and which kernels serve it.
@@ -112,6 +157,23 @@ device() {
     timeout 60 "$here/bin/xtask" devices >"$OUT/devices.log" 2>&1
     grep -q "^$DEVICE (" "$OUT/devices.log" && return
     missing "$(grep -m 1 "\`$DEVICE\`" "$OUT/devices.log" || echo "a device called $DEVICE; see $OUT/devices.log")"
+}
+
+# Whether flash_attention_3 is checked and measured: where the device says that it runs, and where it has to
+# by what is known of programs and GPU, so that a device that denies it fails its checks.
+capability=
+async=
+asynchronous() {
+    local said reason
+    said=$(sed -n "/^$DEVICE (/,/^[^ ]/p" "$OUT/devices.log")
+    if grep -q 'kernel of flash_attention_3:' <<<"$said" ||
+        { [ -n "$cpp" ] && [ "$DEVICE" = cuda ] && ((${capability:-0} >= 9)); }; then
+        async=1
+        for name in "${!share_async[@]}"; do share[$name]=${share_async[$name]}; done
+        return
+    fi
+    reason=$(sed -nE 's/^.*\(flash_attention_3 cannot run: (.*)\)$/\1/p' <<<"$said" | tail -n 1)
+    leave_out extra flash_attention_3 "${reason%%; flash_attention_2 cannot run:*}"
 }
 
 record() { # KIND NAME CODE SECONDS LIMIT DETAIL
@@ -162,7 +224,8 @@ conformance() {
     case $DEVICE in
         cuda | wgpu | cpu)
             step check conformance "${share[conformance]}" env VISION_ATTENTION_TEST_DEVICE="$DEVICE" \
-                VISION_ATTENTION_REQUIRE_GPU_TESTS=1 "$here/bin/conformance" --skip Emulated
+                VISION_ATTENTION_REQUIRE_GPU_TESTS=1 VISION_ATTENTION_REQUIRE_ASYNC_COPIES="${async:-0}" \
+                "$here/bin/conformance" --skip Emulated
             ;;
         *)
             later=$((later - share[conformance]))
@@ -201,7 +264,11 @@ torch() {
 fact device "$DEVICE"
 fact dtype "$DTYPE"
 libraries
-[ "$DEVICE" != cuda ] || { toolkit; nvidia; }
+if [ "$DEVICE" = cuda ]; then
+    toolkit
+    if [ -n "$cpp" ]; then nvrtc; else fact compiler LLVM; fi
+    nvidia
+fi
 ((incomplete)) || device
 if ((incomplete)); then
     echo "nothing was checked and nothing measured" >&2
@@ -210,10 +277,18 @@ fi
 
 # What looking around took is taken from all steps.
 begun=$SECONDS
+asynchronous
 parity check parity --implementation flash_attention_2
 parity check gradients --implementation flash_attention_2 --gradients
+if [ -n "$async" ]; then
+    parity check parity-async --implementation flash_attention_3
+    parity check gradients-async --implementation flash_attention_3 --gradients
+fi
 conformance
 bench attention --op attention_varlen --implementation flash_attention_2 --pass forward --pass backward
+# Its backward pass is that of flash_attention_2.
+[ -z "$async" ] ||
+    bench attention-async --op attention_varlen --implementation flash_attention_3 --pass forward
 bench rope_qk_norm --op rope_qk_norm
 torch
 composed=(--implementation eager --implementation eager_v2 --implementation sdpa)

@@ -1,4 +1,5 @@
-//! `cargo xtask devices`: what a request for each implementation resolves to on each device.
+//! `cargo xtask devices`: what a request for each implementation resolves to on each device, and the
+//! kernels that can run there.
 
 use std::error::Error;
 use std::process::ExitCode;
@@ -52,8 +53,12 @@ impl Devices {
                     );
                     println!("    {requested:<18} -> {resolution}");
                 }
-                if let Ok(kernel) = describe_attn_kernel(&device.device, &requirements) {
-                    println!("    kernel: {kernel}");
+                for implementation in AttentionImplementation::ALL {
+                    let kernel =
+                        describe_attn_kernel(implementation, &device.device, &requirements);
+                    if let Ok(kernel) = kernel {
+                        println!("    kernel of {implementation}: {kernel}");
+                    }
                 }
             }
         }

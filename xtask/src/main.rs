@@ -35,7 +35,7 @@ enum Command {
     Bench(Box<attention_bench::arguments::Bench>),
     /// Write a model folder with random weights, to time a tower of any size.
     Checkpoint(checkpoint::Checkpoint),
-    /// List each device that answers and what a request resolves to on it.
+    /// List each device that answers, what a request resolves to on it, and the kernels that run there.
     Devices(devices::Devices),
     /// Compile kernels without a GPU; fail if one needs local memory or differs from the table.
     Audit(kernel_audit::Audit),
@@ -53,7 +53,9 @@ fn arguments() -> impl Iterator<Item = OsString> {
 }
 
 fn main() -> ExitCode {
-    env_logger::Builder::from_env(env_logger::Env::default().default_filter_or("off")).init();
+    // Fallbacks are part of what the commands print; a setting that has no effect is not.
+    let log = env_logger::Env::default().default_filter_or("off,kernels_cpu=warn");
+    env_logger::Builder::from_env(log).init();
     let result = match Cli::parse().command {
         Command::Parity(parity) => parity.run(),
         Command::Bench(arguments) => bench::run(&arguments),

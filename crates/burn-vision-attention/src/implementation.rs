@@ -162,28 +162,33 @@ pub fn resolve_attn_implementation(
     Resolution { requested, implementation, fallbacks }
 }
 
-/// The kernel that `flash_attention_2` runs on a device for such tensors, in words: the engine that
-/// multiplies, its tiles and the shared memory that they take.
+/// The kernel that an implementation runs on a device for such tensors, in words: the engine that
+/// multiplies, its tiles, the shared memory that they take and, where keys and values are copied meanwhile,
+/// the stages of the copies.
 ///
 /// # Errors
 ///
-/// The property that is missing, in words, where no kernel can run.
+/// In words: that the implementation has no kernel, as those made of tensor operations, or the property
+/// that is missing where its kernel cannot run, as in the [`Fallback`] of a request for it.
 ///
 /// ```
 /// use burn::tensor::{DType, Device};
-/// use burn_vision_attention::{KernelRequirements, describe_attn_kernel};
+/// use burn_vision_attention::{AttentionImplementation, KernelRequirements, describe_attn_kernel};
 ///
 /// let requirements = KernelRequirements { dtype: DType::F32, head_dim: 64, value_dim: 64 };
-/// match describe_attn_kernel(&Device::flex(), &requirements) {
-///     Ok(kernel) => println!("runs {kernel}"),
-///     Err(reason) => println!("no kernel: {reason}"),
+/// for implementation in AttentionImplementation::ALL {
+///     match describe_attn_kernel(implementation, &Device::flex(), &requirements) {
+///         Ok(kernel) => println!("{implementation} runs {kernel}"),
+///         Err(reason) => println!("{implementation}: {reason}"),
+///     }
 /// }
 /// ```
 pub fn describe_attn_kernel(
+    implementation: AttentionImplementation,
     device: &Device,
     requirements: &KernelRequirements,
 ) -> Result<String, String> {
-    describe_kernel(device, requirements)
+    describe_kernel(implementation, device, requirements)
 }
 
 const fn is_kernel(implementation: AttentionImplementation) -> bool {
@@ -268,6 +273,35 @@ mod tests {
         assert_eq!(resolution.implementation, expected.last().map_or(requested, |step| step.1));
         for step in &resolution.fallbacks {
             assert!(resolution.to_string().contains(&step.reason));
+        }
+    }
+
+    /// What cannot run has the reason that a request for it would be given.
+    #[rstest]
+    #[case(Eager, DType::F32)]
+    #[case(EagerV2, DType::F32)]
+    #[case(Sdpa, DType::F32)]
+    #[case(FlashAttention2, DType::F32)]
+    #[case(FlashAttention2, UNSERVED)]
+    #[case(FlashAttention3, DType::F16)]
+    fn kernels_are_described_where_they_run(
+        #[case] implementation: AttentionImplementation,
+        #[case] dtype: DType,
+        #[values(Device::flex(), Device::flex().autodiff())] device: Device,
+    ) {
+        let requirements = KernelRequirements { dtype, ..REQUIREMENTS };
+        let description = describe_attn_kernel(implementation, &device, &requirements);
+        let resolution = resolve_attn_implementation(implementation, &device, &requirements, Eager);
+        match resolution.fallbacks.first() {
+            Some(fallback) => assert_eq!(description.unwrap_err(), fallback.reason),
+            None if is_kernel(implementation) => {
+                assert!(description.unwrap().starts_with("attention_varlen "));
+            }
+            None => {
+                let reason = description.unwrap_err();
+                assert!(reason.starts_with(implementation.name()), "{reason}");
+                assert!(reason.ends_with("has no kernel"), "{reason}");
+            }
         }
     }
 

@@ -19,7 +19,7 @@
 //! | `eager_v2` | per segment in tensor operations | scores under 256 MiB |
 //! | `sdpa` | per segment through Burn's own `attention` | scores under 256 MiB |
 //! | `flash_attention_2` | one kernel over all segments (Flex and CubeCL devices) | O(tokens) |
-//! | `flash_attention_3` | no kernel yet, falls back to `flash_attention_2` | |
+//! | `flash_attention_3` | the same with keys and values copied meanwhile (CUDA from 9.0 on, `cuda-cpp`) | O(tokens) |
 //!
 //! The bound of 256 MiB is for segments of up to 67 million keys (over all query heads that share a key
 //! head). With gradients the composed implementations keep every chunk's scores for the backward pass,

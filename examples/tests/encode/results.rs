@@ -153,6 +153,18 @@ fn without_arguments_the_sample_page_goes_through_the_tiny_tower() {
     assert_eq!(place.features("features.safetensors").grids.len(), 1);
 }
 
+/// A setting that has no effect is said once, however many threads and layers run into it.
+#[test]
+fn unknown_instruction_sets_are_warned_of() {
+    let place = Workplace::new();
+    let mut command = place.command(&[fixture("gray.png")]);
+    let output = command.env("VISION_ATTENTION_CPU_SIMD", "wrong").output().unwrap();
+    assert!(output.status.success());
+    let stderr = String::from_utf8(output.stderr).unwrap();
+    assert_eq!(stderr.lines().count(), 1, "{stderr}");
+    assert!(stderr.contains("VISION_ATTENTION_CPU_SIMD: instruction set \"wrong\""), "{stderr}");
+}
+
 #[test]
 fn help_explains_the_results() {
     let place = Workplace::new();

@@ -8,7 +8,7 @@ use cubecl::ir::DeviceProperties;
 use cubecl::prelude::KernelDefinition;
 #[cfg(feature = "nvrtc")]
 use cubecl_cpp::{
-    shared::{CompilationOptions, CppCompiler},
+    shared::{CompilationOptions, CppCompiler, CppSupportedFeatures},
     target::Cuda,
 };
 use cubecl_llvm::nvptx::ptx_version::PtxVersion;
@@ -170,12 +170,20 @@ fn cpp_compiler(
     architecture: Architecture,
     nvrtc: &Nvrtc,
 ) -> Result<Compiled, String> {
-    let mut options = CompilationOptions::default();
-    // As the CUDA runtime has it from compute capability 7.0, and from 9.0 on.
-    options.supports_features.grid_constants = true;
-    options.supports_features.fast_tanh = DRIVER >= 12_080;
-    options.supports_features.clusters = architecture.version() >= 90;
-    options.supports_features.elect_sync = architecture.version() >= 90;
+    // As the CUDA runtime has it from compute capability 7.5, and from 9.0 on; a warp has 32 threads by
+    // default.
+    let hopper = architecture.version() >= 90;
+    let options = CompilationOptions {
+        supports_features: CppSupportedFeatures {
+            grid_constants: true,
+            clusters: hopper,
+            fast_math: true,
+            fast_tanh: DRIVER >= 12_080,
+            elect_sync: hopper,
+            dp4a: true,
+        },
+        ..Default::default()
+    };
     let compiled = CppCompiler::<Cuda>::default().compile(kernel, &options);
     let compiled = compiled.map_err(|error| error.to_string())?;
     let ptx = nvrtc.ptx(&compiled.source, architecture).map_err(|error| error.to_string())?;

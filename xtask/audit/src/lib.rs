@@ -40,6 +40,8 @@ pub mod compile;
 pub mod device;
 #[cfg(feature = "nvrtc")]
 pub mod nvrtc;
+#[cfg(feature = "llvm")]
+pub mod selected;
 
 use std::path::PathBuf;
 

@@ -9,6 +9,7 @@ use clap::Parser;
 use kernel_audit::Audit;
 use kernel_audit::compile::audit;
 use kernel_audit::report::Report;
+use kernel_audit::selected::nothing_selected;
 use kernel_audit::table::{Kind, Table};
 use kernel_audit::toolchain::{Toolkit, releases};
 
@@ -45,14 +46,17 @@ fn run(arguments: &Audit) -> Result<ExitCode, Box<dyn Error>> {
         report: audit(arguments, &toolkit)?,
         releases: releases(&toolkit)?,
     }];
-    audited.extend(audit_cpp(arguments, &toolkit)?);
+    let cpp = audit_cpp(arguments, &toolkit)?;
+    let left_out = cpp.is_none();
+    audited.extend(cpp);
     audited.retain(|audited| !audited.report.rows().is_empty());
     if audited.is_empty() {
-        let text = &arguments.kernel;
-        return Err(format!(
-            "--kernel: no blueprint has {text:?} in it; the table without --kernel lists them"
-        )
-        .into());
+        return Err(nothing_selected(arguments, left_out)?.into());
+    }
+    if left_out {
+        println!(
+            "skipped: kernels with a producer, which `cargo xtask provision --nvrtc` installs a compiler for"
+        );
     }
     if let Some(file) = &arguments.json {
         write(&audited, file).map_err(|error| format!("{}: {error}", file.display()))?;
@@ -71,6 +75,7 @@ fn run(arguments: &Audit) -> Result<ExitCode, Box<dyn Error>> {
     Ok(if passed { ExitCode::SUCCESS } else { ExitCode::FAILURE })
 }
 
+/// Nothing where the compiler for kernels with a producer is missing.
 #[cfg(feature = "nvrtc")]
 fn audit_cpp(arguments: &Audit, toolkit: &Toolkit) -> Result<Option<Audited>, Box<dyn Error>> {
     use kernel_audit::{compile, nvrtc::Nvrtc, toolchain::ptxas};
@@ -84,9 +89,6 @@ fn audit_cpp(arguments: &Audit, toolkit: &Toolkit) -> Result<Option<Audited>, Bo
 
 #[cfg(not(feature = "nvrtc"))]
 fn audit_cpp(_: &Audit, _: &Toolkit) -> Result<Option<Audited>, Box<dyn Error>> {
-    println!(
-        "skipped: kernels with a producer, which `cargo xtask provision --nvrtc` installs a compiler for"
-    );
     Ok(None)
 }
 

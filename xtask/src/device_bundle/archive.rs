@@ -24,7 +24,8 @@ const GLIBC: [&str; 7] =
 /// Programs share most of their code, that of LLVM: a dictionary longer than one of them finds it again.
 const XZ: &str = "xz --threads=1 --lzma2=preset=9,dict=256MiB";
 
-/// Fills `bundle` anew: programs, stripped, the libraries that they need, golden data and scripts.
+/// Fills `bundle` anew: programs, stripped, the list of their features, the libraries that they need, golden
+/// data and scripts.
 ///
 /// # Errors
 ///
@@ -42,6 +43,8 @@ pub fn collect(
         copy(&repository.join(from), &bundle.join(to))?;
     }
     copy_all(fixtures, &bundle.join("fixtures"))?;
+    let features = built.features.iter().map(|name| format!("{name}\n")).collect::<String>();
+    file(&bundle.join("features"), |path| fs::write(path, features))?;
     let mut needed = BTreeMap::new();
     for Program { name, path } in &built.programs {
         let to = bundle.join("bin").join(name);
@@ -142,7 +145,8 @@ mod tests {
         // Any program will do, best a small one.
         let path = PathBuf::from("/bin/ls");
         let programs = vec![Program { name: "xtask".to_owned(), path }];
-        let built = Built { programs, folder: folder.path().to_owned() };
+        let features = vec!["cuda".to_owned(), "cuda-cpp".to_owned()];
+        let built = Built { programs, features, folder: folder.path().to_owned() };
         let bundle = folder.path().join("bundle");
         // Twice: what an earlier one left is not in the next.
         for _ in 0..2 {
@@ -164,9 +168,18 @@ mod tests {
             .filter(|name| name != "lib")
             .collect();
         names.sort();
-        let expected =
-            ["LICENSE-APACHE", "LICENSE-MIT", "bin", "fixtures", "run.sh", "torch_gpu.py"];
+        let expected = [
+            "LICENSE-APACHE",
+            "LICENSE-MIT",
+            "bin",
+            "features",
+            "fixtures",
+            "run.sh",
+            "torch_gpu.py",
+        ];
         assert_eq!(names, expected);
+        let features = fs::read_to_string(unpacked.join("bundle/features")).unwrap();
+        assert_eq!(features, "cuda\ncuda-cpp\n");
         assert_eq!(
             fs::metadata(unpacked.join("bundle/fixtures/model/zeros")).unwrap().len(),
             4 << 20

@@ -29,29 +29,32 @@ pub struct Program {
 pub struct Built {
     /// What `run.sh` runs.
     pub programs: Vec<Program>,
+    /// The features that they are built with.
+    pub features: Vec<String>,
     /// Where cargo builds.
     pub folder: PathBuf,
 }
 
-/// Builds release programs that have these devices, and the tests of the kernels.
+/// Builds release programs that have these features, and the tests of the kernels.
 ///
 /// # Errors
 ///
 /// When cargo cannot be started, fails, or builds something else.
-pub fn build(devices: &[&str]) -> Result<Built, BundleError> {
+pub fn build(features: &[&str]) -> Result<Built, BundleError> {
     let mut arguments: Vec<String> =
         ["build", "--bins", "--no-default-features", "--package", "xtask"]
             .map(str::to_owned)
             .into();
-    arguments.extend(["--features".to_owned(), devices.join(",")]);
+    arguments.extend(["--features".to_owned(), features.join(",")]);
     let programs = programs(&cargo(&arguments)?, "bin");
 
     // Without Burn, of which the tests need nothing. They bring wgpu themselves.
-    let runtimes = devices.iter().copied().filter(|name| ["cuda", "cpu"].contains(name));
-    let features: Vec<&str> = ["conformance"].into_iter().chain(runtimes).collect();
+    let runtimes = ["cuda", super::CUDA_CPP, "cpu"];
+    let runtimes = features.iter().copied().filter(|name| runtimes.contains(name));
+    let of_tests: Vec<&str> = ["conformance"].into_iter().chain(runtimes).collect();
     let tests = ["test", "--no-run", "--package", "kernels-cubecl", "--test", "conformance"];
     let mut arguments: Vec<String> = tests.map(str::to_owned).into();
-    arguments.extend(["--features".to_owned(), features.join(",")]);
+    arguments.extend(["--features".to_owned(), of_tests.join(",")]);
     let tests = self::programs(&cargo(&arguments)?, "test");
 
     let missing = |what| BundleError::Failed {
@@ -64,7 +67,11 @@ pub fn build(devices: &[&str]) -> Result<Built, BundleError> {
     let folder = programs.iter().find(|program| program.name == "xtask");
     let folder = folder.and_then(|program| program.path.parent().and_then(Path::parent));
     match folder {
-        Some(folder) if built == PROGRAMS => Ok(Built { folder: folder.to_owned(), programs }),
+        Some(folder) if built == PROGRAMS => Ok(Built {
+            folder: folder.to_owned(),
+            features: features.iter().map(|&name| name.to_owned()).collect(),
+            programs,
+        }),
         _ => Err(missing(built.len())),
     }
 }

@@ -20,12 +20,19 @@ const MOST: f64 = 60.0;
 /// The folder that the archive unpacks to.
 const NAME: &str = "burn-vision-attention-device";
 
+/// The feature by which CubeCL compiles C++ for CUDA.
+const CUDA_CPP: &str = "cuda-cpp";
+
 /// Arguments of the command.
 #[derive(Args)]
 pub struct DeviceBundle {
     /// Device to build for, repeatable: cuda, wgpu, ndarray, cpu; flex is always built in.
     #[arg(long = "device", value_name = "NAME", default_values_t = ["cuda".to_owned()])]
     devices: Vec<String>,
+    /// Compile every kernel for CUDA by CubeCL's C++ compiler, which alone has asynchronous copies: run.sh
+    /// then checks and measures flash_attention_3, too, and the other machine needs NVRTC and CUDA's headers.
+    #[arg(long)]
+    cuda_cpp: bool,
     /// Where the archive goes; in the build folder by default.
     #[arg(long, value_name = "FILE.tar.xz")]
     output: Option<PathBuf>,
@@ -58,6 +65,9 @@ enum BundleError {
         /// What the system said.
         source: io::Error,
     },
+    /// The C++ compiler is for a device that is not built for.
+    #[error("--cuda-cpp: it compiles for CUDA, which is not among the devices; add --device cuda")]
+    NoCuda,
     /// The archive is too large.
     #[error(
         "the archive has {megabytes:.1} MB, more than {most} MB; build for fewer devices by --device",
@@ -72,19 +82,27 @@ enum BundleError {
 impl DeviceBundle {
     /// Builds, strips, collects and packs; prints where the archive is and how large.
     pub fn run(self) -> Result<ExitCode, Box<dyn Error>> {
-        let devices = features(&self.devices)?;
-        if devices.contains(&"cuda") || devices.contains(&"cpu") {
+        let mut features = features(&self.devices)?;
+        let mut name = NAME.to_owned();
+        if self.cuda_cpp {
+            if !features.contains(&"cuda") {
+                return Err(BundleError::NoCuda.into());
+            }
+            features.push(CUDA_CPP);
+            name.push_str("-cpp");
+        }
+        if features.contains(&"cuda") || features.contains(&"cpu") {
             llvm()?;
         }
-        let built = build::build(&devices)?;
+        let built = build::build(&features)?;
         let folder = built.folder.join("device-bundle");
-        let bundle = folder.join(NAME);
+        let bundle = folder.join(&name);
         archive::collect(&built, &repository(), &fixtures::directory(), &bundle)?;
-        let output = self.output.unwrap_or_else(|| folder.join(format!("{NAME}.tar.xz")));
-        let megabytes = archive::pack(&folder, NAME, &output)? as f64 / 1e6;
+        let output = self.output.unwrap_or_else(|| folder.join(format!("{name}.tar.xz")));
+        let megabytes = archive::pack(&folder, &name, &output)? as f64 / 1e6;
         within_limit(megabytes, &output)?;
         println!("{}: {megabytes:.1} MB", output.display());
-        println!("on the other machine: tar xf {NAME}.tar.xz && {NAME}/run.sh");
+        println!("on the other machine: tar xf {name}.tar.xz && {name}/run.sh");
         Ok(ExitCode::SUCCESS)
     }
 }
@@ -128,6 +146,14 @@ mod tests {
     fn devices_become_features(#[case] devices: &[&str], #[case] expected: &[&str]) {
         let devices: Vec<String> = devices.iter().map(|name| (*name).to_owned()).collect();
         assert_eq!(features(&devices).unwrap(), expected);
+    }
+
+    #[test]
+    fn the_compiler_for_cuda_needs_cuda() {
+        let bundle =
+            DeviceBundle { devices: vec!["wgpu".to_owned()], cuda_cpp: true, output: None };
+        let error = bundle.run().unwrap_err().to_string();
+        assert!(error.starts_with("--cuda-cpp: ") && error.contains("--device cuda"), "{error}");
     }
 
     #[test]

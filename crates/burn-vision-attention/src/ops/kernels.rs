@@ -38,19 +38,21 @@ pub(crate) fn supports_attention(
     }
 }
 
-/// The kernel of `flash_attention_2` for contiguous tensors of these shapes, in words, or which property
-/// is missing.
+/// This kernel for contiguous tensors of these shapes, in words, or which property is missing.
 pub(crate) fn describe_attention(
     device: &Device,
+    kernel: FlashKernel,
     dtype: DType,
     shapes: [[usize; 3]; 3],
     options: &AttentionOptions,
 ) -> Result<String, String> {
-    supports_attention(device, FlashKernel::V2, dtype, shapes, options)?;
+    supports_attention(device, kernel, dtype, shapes, options)?;
     let device = beneath(device)?;
     match device.as_dispatch() {
         #[cfg(feature = "cube")]
-        DispatchDevice::Cube(cube) => super::cube::describe_attention(cube, dtype, shapes, options),
+        DispatchDevice::Cube(cube) => {
+            super::cube::describe_attention(cube, kernel, dtype, shapes, options)
+        }
         #[cfg(feature = "flex")]
         DispatchDevice::Flex(_) => {
             Ok(format!("attention_varlen on the CPU, {:?}", kernels_cpu::InstructionSet::current()))

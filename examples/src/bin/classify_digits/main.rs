@@ -8,7 +8,7 @@ use burn_vision_attention::AttentionImplementation;
 use clap::Parser;
 use examples::devices;
 use examples::digits::DigitReader;
-use examples::terminal::{arguments, complain, printable, say};
+use examples::terminal::{arguments, complain, printable, say, show_warnings};
 
 /// Tell which digit each image shows: the likeliest and the second likeliest, with probabilities.
 #[derive(Parser)]
@@ -39,9 +39,7 @@ struct Cli {
 }
 
 fn main() -> ExitCode {
-    // What attention falls back to is no news to those who ask for a digit.
-    let log = env_logger::Env::default().default_filter_or("warn,burn_vision_attention=error");
-    env_logger::Builder::from_env(log).init();
+    show_warnings();
     let cli = match arguments::<Cli>() {
         Ok(cli) => cli,
         Err(code) => return code,

@@ -14,7 +14,7 @@ use burn_vision_attention::AttentionImplementation;
 use clap::Parser;
 use examples::devices;
 use examples::output::OutputFile;
-use examples::terminal::{arguments, complain, positive, say};
+use examples::terminal::{arguments, complain, positive, say, show_warnings};
 
 /// Encode images with a Dots vision tower: their features in a file, and a picture of them.
 #[derive(Parser)]
@@ -66,9 +66,7 @@ fn dtype(name: &str) -> Result<DType, String> {
 }
 
 fn main() -> ExitCode {
-    // The summary says what attention runs as, and why: no need to warn of it too.
-    let log = env_logger::Env::default().default_filter_or("warn,burn_vision_attention=error");
-    env_logger::Builder::from_env(log).init();
+    show_warnings();
     let cli = match arguments::<Cli>() {
         Ok(cli) => cli,
         Err(code) => return code,

@@ -211,8 +211,10 @@ pub struct Input {
     pub facts: BTreeMap<String, String>,
     /// The steps, in order.
     pub steps: Vec<Step>,
-    /// `attention_varlen`.
+    /// `attention_varlen` by `flash_attention_2`.
     pub attention: Option<Bench>,
+    /// `attention_varlen` by `flash_attention_3`, where it runs.
+    pub attention_async: Option<Bench>,
     /// `rope_qk_norm`.
     pub rope: Option<Bench>,
     /// PyTorch.
@@ -237,6 +239,7 @@ pub fn read(folder: &Path) -> Result<Input, ReportError> {
         facts: facts.into_iter().collect(),
         steps,
         attention: json(folder, "attention.json", &mut notes),
+        attention_async: json(folder, "attention-async.json", &mut notes),
         rope: json(folder, "rope_qk_norm.json", &mut notes),
         torch: json(folder, "torch.json", &mut notes),
         notes,

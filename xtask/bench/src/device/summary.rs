@@ -29,6 +29,8 @@ impl Yardstick {
 /// `attention_varlen` on one case.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct Attention {
+    /// How it was computed.
+    pub implementation: String,
     /// Heads and dimensions of each.
     pub heads: String,
     /// Segments and their length.
@@ -83,6 +85,8 @@ pub struct Target {
 const HEADS: [&str; 2] = ["12x128", "24x64"];
 /// Layouts of the targets, and the share of `varlen_attn` that a forward pass should reach.
 const FORWARD: [(&str, f64); 3] = [("1x16384", 0.9), ("16x1024", 0.9), ("256x64", 1.0)];
+/// The implementation whose passes have targets, and the one whose forward pass has the same where it runs.
+const IMPLEMENTATIONS: [&str; 2] = ["flash_attention_2", "flash_attention_3"];
 /// The share that a backward pass should reach.
 const BACKWARD: f64 = 0.8;
 /// The share of the copy's rate that `rope_qk_norm` should reach, on this layout.
@@ -118,8 +122,8 @@ pub struct Summary {
 impl Summary {
     /// Of what a run left.
     pub fn new(input: Input) -> Self {
-        let Input { mut facts, steps, attention, rope, torch, mut notes } = input;
-        let benches = || [&attention, &rope].into_iter().flatten();
+        let Input { mut facts, steps, attention, attention_async, rope, torch, mut notes } = input;
+        let benches = || [&attention, &attention_async, &rope].into_iter().flatten();
         if let Some(machine) = benches().next().map(|bench| &bench.machine) {
             for (name, value) in
                 [("cpu", &machine.cpu), ("version", &machine.version), ("burn", &machine.burn)]
@@ -143,7 +147,8 @@ impl Summary {
         let varlen =
             torch.iter().flat_map(|torch| &torch.rows).filter(|row| row.variant == "varlen");
         let varlen: Vec<&TorchRow> = varlen.collect();
-        let attention = attention.iter().flat_map(|bench| &bench.rows);
+        let attention = [&attention, &attention_async].into_iter().flatten();
+        let attention = attention.flat_map(|bench| &bench.rows);
         let attention: Vec<Attention> =
             attention.map(|row| Attention::new(row, matmul_tflops, &varlen)).collect();
         let rope_qk_norm = rope.as_ref().map_or_else(Vec::new, |bench| ropes(bench, copy_gbs));
@@ -206,6 +211,7 @@ impl Attention {
             _ => None,
         });
         Self {
+            implementation: row.implementation.clone(),
             heads: heads_of(row.heads, row.head_dim),
             layout: row.layout.clone(),
             pass: row.pass.clone(),
@@ -233,11 +239,15 @@ fn ropes(bench: &Bench, copy: Yardstick) -> Vec<Rope> {
 }
 
 fn targets(attention: &[Attention], rope: &[Rope]) -> Vec<Target> {
-    let share = |pass: &str, heads: &str, layout: &str| {
-        let mut rows = attention.iter();
-        let row = rows.find(|row| row.pass == pass && row.heads == heads && row.layout == layout);
+    let share = |implementation: &str, pass: &str, heads: &str, layout: &str| {
+        let asked = [implementation, pass, heads, layout];
+        let row = attention.iter().find(|row| {
+            [&row.implementation, &row.pass, &row.heads, &row.layout].map(String::as_str) == asked
+        });
         row.and_then(|row| row.of_varlen)
     };
+    let [synchronous, asynchronous] = IMPLEMENTATIONS;
+    let runs_both = attention.iter().any(|row| row.implementation == asynchronous);
     let mut targets = Vec::new();
     let mut add = |figure, of, least, measured: Option<f64>| {
         let met = measured.map(|measured| measured >= least);
@@ -246,8 +256,12 @@ fn targets(attention: &[Attention], rope: &[Rope]) -> Vec<Target> {
     for heads in HEADS {
         for (layout, least) in FORWARD {
             for (pass, least) in [("forward", least), ("backward", BACKWARD)] {
-                let measured = share(pass, heads, layout);
+                let measured = share(synchronous, pass, heads, layout);
                 add(format!("{pass} {heads} {layout}"), "varlen_attn", least, measured);
+            }
+            if runs_both {
+                let measured = share(asynchronous, "forward", heads, layout);
+                add(format!("{asynchronous} {heads} {layout}"), "varlen_attn", least, measured);
             }
         }
     }

@@ -88,7 +88,11 @@ fn bench(rows: &[Value]) -> String {
 
 /// A run on a GPU, complete but for 24x64.
 fn run(folder: &Path) {
-    write(folder, "facts.tsv", "device\tcuda\ndtype\tbf16\ngpu\tA GPU\nseconds\t400\n");
+    write(
+        folder,
+        "facts.tsv",
+        "device\tcuda\ndtype\tbf16\ngpu\tA GPU\ncompiler\tLLVM\nseconds\t400\n",
+    );
     write(
         folder,
         "steps.tsv",
@@ -144,10 +148,52 @@ fn figures_become_shares_and_targets() {
     assert_eq!(met("forward 24x64 1x16384"), None);
 }
 
+/// As [`run`], with the other kernel beside the first.
+fn run_both(folder: &Path) {
+    run(folder);
+    let row = |layout, ms: f64| {
+        let mut row =
+            bench_row("attention_varlen", "flash_attention_3", [12, 128], layout, "forward");
+        row["ms"] = ms.into();
+        row
+    };
+    write(folder, "attention-async.json", &bench(&[row("1x16384", 1.5), row("256x64", 4.0)]));
+}
+
+/// Rows of both kernels are told apart, and a target of one is not met by the other.
+#[test]
+fn implementations_have_rows_and_targets_of_their_own() {
+    let folder = tempfile::tempdir().unwrap();
+    run_both(folder.path());
+    let summary = report(folder.path()).unwrap();
+    assert_eq!(summary.attention.len(), 5);
+    let share = |figure: &str| {
+        let target = summary.targets.iter().find(|target| target.figure == figure).unwrap();
+        (target.measured, target.met)
+    };
+    assert_eq!(summary.targets.len(), 2 * 3 * 3 + 2);
+    assert_eq!(share("forward 12x128 1x16384"), (Some(0.9), Some(true)));
+    assert_eq!(share("flash_attention_3 12x128 1x16384"), (Some(1.2), Some(true)));
+    assert_eq!(share("flash_attention_3 12x128 256x64"), (Some(0.475), Some(false)));
+    assert_eq!(share("flash_attention_3 24x64 256x64"), (None, None));
+    let table = fs::read_to_string(folder.path().join("table.txt")).unwrap();
+    let of = |implementation: &str| {
+        let rows = table.lines().map(|line| line.split_whitespace().collect::<Vec<_>>());
+        rows.filter(|words| words.first() == Some(&implementation))
+            .map(|words| words[1..4].join(" "))
+            .collect::<Vec<_>>()
+    };
+    assert_eq!(of("flash_attention_2").len(), 3);
+    assert_eq!(of("flash_attention_3"), ["12x128 1x16384 forward", "12x128 256x64 forward"]);
+    let json = fs::read_to_string(folder.path().join("results.json")).unwrap();
+    let json: Value = serde_json::from_str(&json).unwrap();
+    assert_eq!(json["attention"][4]["implementation"], "flash_attention_3");
+}
+
 #[test]
 fn targets_are_of_the_grid() {
     let folder = tempfile::tempdir().unwrap();
-    run(folder.path());
+    run_both(folder.path());
     let summary = report(folder.path()).unwrap();
     let (heads, layouts) = (words_of("grid_heads"), words_of("grid_layouts"));
     for target in &summary.targets {
@@ -162,11 +208,11 @@ fn the_texts_show_every_part() {
     run(folder.path());
     let brief = report(folder.path()).unwrap().to_string();
     let parts = [
-        "A GPU as cuda, burn-vision-attention 0.1.0, burn 0.22.1, torch 2.10",
+        "A GPU as cuda, kernels by LLVM, burn-vision-attention 0.1.0, burn 0.22.1, torch 2.10",
         "matrix product: 600.0 TFLOP/s by Burn, 800.0 TFLOP/s by PyTorch",
         "30 of  60 s  97 passed, 0 failed",
         "FAILED (1)",
-        "met     forward 12x128 1x16384              0.90 of varlen_attn, at least 0.9",
+        "met     forward 12x128 1x16384                   0.90 of varlen_attn, at least 0.9",
         "MISSED  rope_qk_norm 12x128 1x16384",
         "attention_varlen by sdpa was not measured on 12x128 1x16384 and 3 more: its scores",
         "every check holds, 400 s in all",

@@ -23,6 +23,7 @@ impl Summary {
             ("power_limit", "power limit"),
             ("driver", "driver"),
             ("toolkit", "CUDA toolkit"),
+            ("compiler", "kernels by"),
             ("version", "burn-vision-attention"),
             ("burn", "burn"),
             ("torch", "torch"),
@@ -35,11 +36,12 @@ impl Summary {
 
     fn attention_table(&self) -> Table {
         let mut table = table(
-            &["attention_varlen", "layout", "pass"],
+            &["attention_varlen", "heads", "layout", "pass"],
             &["ms", "TFLOP/s", "of matmul", "varlen_attn ms", "of varlen_attn"],
         );
         table.add_rows(self.attention.iter().map(|row| {
             [
+                row.implementation.clone(),
                 row.heads.clone(),
                 row.layout.clone(),
                 row.pass.clone(),
@@ -132,7 +134,7 @@ impl fmt::Display for Target {
         };
         let measured =
             measured.map_or_else(|| "not measured".to_owned(), |share| format!("{share:.2}"));
-        write!(f, "{verdict:<7} {figure:<27} {measured:>12} of {of}, at least {least}")
+        write!(f, "{verdict:<7} {figure:<32} {measured:>12} of {of}, at least {least}")
     }
 }
 

@@ -16,7 +16,6 @@ pub enum FlashKernel {
 
 impl FlashKernel {
     /// The kernel that an implementation asks for, if it does.
-    #[cfg(feature = "kernels")]
     pub(crate) fn of(implementation: AttentionImplementation) -> Option<Self> {
         [Self::V2, Self::V3].into_iter().find(|kernel| kernel.implementation() == implementation)
     }
@@ -36,13 +35,7 @@ pub(crate) fn support(
     device: &Device,
     requirements: &KernelRequirements,
 ) -> Result<(), String> {
-    match implementation {
-        AttentionImplementation::Eager
-        | AttentionImplementation::EagerV2
-        | AttentionImplementation::Sdpa => Ok(()),
-        AttentionImplementation::FlashAttention2 => flash(FlashKernel::V2, device, requirements),
-        AttentionImplementation::FlashAttention3 => flash(FlashKernel::V3, device, requirements),
-    }
+    FlashKernel::of(implementation).map_or(Ok(()), |kernel| flash(kernel, device, requirements))
 }
 
 #[cfg(feature = "kernels")]
@@ -67,14 +60,28 @@ fn shapes(requirements: &KernelRequirements) -> [[usize; 3]; 3] {
     [[1, 1, head_dim], [1, 1, head_dim], [1, 1, value_dim]]
 }
 
-/// The kernel that `flash_attention_2` runs, in words: its engine, tiles and memory.
-#[cfg(feature = "kernels")]
+/// The kernel that an implementation runs on a device, in words: its engine, tiles and memory. Or why
+/// there is none.
 pub(crate) fn describe(
+    implementation: AttentionImplementation,
+    device: &Device,
+    requirements: &KernelRequirements,
+) -> Result<String, String> {
+    let kernel = FlashKernel::of(implementation).ok_or_else(|| {
+        format!("{implementation} is made of tensor operations and has no kernel")
+    })?;
+    description(kernel, device, requirements)
+}
+
+#[cfg(feature = "kernels")]
+fn description(
+    kernel: FlashKernel,
     device: &Device,
     requirements: &KernelRequirements,
 ) -> Result<String, String> {
     crate::ops::kernels::describe_attention(
         device,
+        kernel,
         requirements.dtype,
         shapes(requirements),
         &Default::default(),
@@ -82,7 +89,7 @@ pub(crate) fn describe(
 }
 
 #[cfg(not(feature = "kernels"))]
-pub(crate) fn describe(device: &Device, _: &KernelRequirements) -> Result<String, String> {
+fn description(_: FlashKernel, device: &Device, _: &KernelRequirements) -> Result<String, String> {
     Err(no_kernel(device))
 }
 

@@ -22,7 +22,6 @@ use super::{element, empty_like, layout, view};
 use crate::Segments;
 use crate::ops::attention_varlen::{AttentionOptions, FlashKernel};
 use crate::ops::backend::{AttentionGradients, LseGradient, Wanted};
-use crate::report::warn_once;
 
 /// Whether a kernel serves contiguous tensors of these shapes on a device, and if not, why.
 pub(in crate::ops) fn supports(
@@ -130,18 +129,19 @@ fn autotunes() -> bool {
             Err(_) | Ok("on") => true,
             Ok("off") => false,
             Ok(other) => {
-                warn_once(format!(
+                log::warn!(
                     "VISION_ATTENTION_AUTOTUNE: expected `on` or `off`, got {other:?}; taken as off"
-                ));
+                );
                 false
             }
         });
     *AUTOTUNES
 }
 
-/// The kernel that serves contiguous tensors of these shapes, in words, or why there is none.
+/// This kernel for contiguous tensors of these shapes, in words, or why it serves none such.
 pub(in crate::ops) fn describe(
     device: &CubeDevice,
+    kernel: FlashKernel,
     dtype: DType,
     [q, k, v]: [[usize; 3]; 3],
     options: &AttentionOptions,
@@ -149,8 +149,7 @@ pub(in crate::ops) fn describe(
     let layouts = [q, k, v].map(TensorLayout::contiguous);
     let client = device.client();
     let problem = problem(layouts, dtype, options);
-    let blueprints =
-        candidates(&client, &problem, FlashKernel::V2).map_err(|reason| reason.to_string())?;
+    let blueprints = candidates(&client, &problem, kernel).map_err(|reason| reason.to_string())?;
     let others = blueprints.len() - 1;
     Ok(match others {
         1.. if autotunes() => format!("the fastest of {} and {others} more", blueprints[0]),
