@@ -121,6 +121,16 @@ fn softcap_and_groups(#[values(Copies::Emulated, Copies::Tma)] copies: Copies) {
     check(copies, case, 3);
 }
 
+#[rstest]
+fn scales(
+    #[values(Copies::Emulated, Copies::Tma)] copies: Copies,
+    #[values(1.5, 0.0, 1e-38, -0.2)] scale: f32,
+) {
+    let mut case = pairs();
+    (case.scale, case.is_causal) = (scale, true);
+    check(copies, case, 8);
+}
+
 /// Slices of a wider tensor, and heads outside of tokens: all strides are whole units of 16 bytes.
 #[rstest]
 #[case::packed([0, 1, 2], 24)]

@@ -129,6 +129,20 @@ fn softcap_and_groups(#[values(Units::Emulated, Units::Sync, Units::Cooperative)
     check(units, case, 3);
 }
 
+/// Scores are compared before they are scaled: scales that turn their order round, or leave none.
+#[rstest]
+fn scales(
+    #[values(Units::Emulated, Units::Sync, Units::Cooperative)] units: Units,
+    #[values(1.5, 0.0, 1e-38, -0.2)] scale: f32,
+) {
+    let Some(client) = client() else { return };
+    let mut case = pairs();
+    (case.scale, case.is_causal) = (scale, true);
+    let Some(case) = on(&client, units, case) else { return };
+    case.check(&client, 8);
+    attention_grad::check(&client, &case, true, 8);
+}
+
 #[rstest]
 #[case::padded([0, 1, 2], 56)]
 #[case::odd([0, 1, 2], 3)]
