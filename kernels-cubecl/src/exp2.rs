@@ -18,7 +18,7 @@ pub(crate) fn exp2(x: f32) -> f32 {
 /// the least normal number ([PTX ISA](https://docs.nvidia.com/cuda/parallel-thread-execution/#floating-point-instructions-ex2)).
 #[cfg(feature = "nvidia")]
 #[cube]
-pub(crate) fn ex2(x: f32) -> f32 {
+pub(crate) fn exp2_nvidia(x: f32) -> f32 {
     intrinsic!(|scope| {
         let x = x.read_value(scope);
         let op = instruction::Exp2Op::new(scope.ctx_mut(), x);
@@ -26,9 +26,9 @@ pub(crate) fn ex2(x: f32) -> f32 {
     })
 }
 
-/// Without the feature `nvidia` no kernel for these GPUs is compiled in earnest.
+/// Without the feature `nvidia` kernels for these GPUs are right, and slower.
 #[cfg(not(feature = "nvidia"))]
-pub(crate) use exp2 as ex2;
+pub(crate) use exp2 as exp2_nvidia;
 
 #[cfg(feature = "nvidia")]
 mod instruction {
@@ -59,7 +59,7 @@ mod instruction {
         ) -> Result<()> {
             let input = self.input(ctx);
             let ty = input.get_type(ctx);
-            let op = call_op(ctx, "llvm.nvvm.ex2.approx.ftz.f", ty, vec![input]);
+            let op = call_op(ctx, "llvm.nvvm.ex2.approx.ftz.f32", ty, vec![input]);
             rewriter.insert_op(ctx, &op);
             rewriter.replace_operation_with_values(
                 ctx,

@@ -1,6 +1,8 @@
 //! `CubeCL` kernels for packed (variable-length) vision attention.
 //!
-//! The crate depends on `cubecl` alone: it links no runtime and knows no tensor library. A kernel
+//! The crate depends on `cubecl` alone: it links no runtime and knows no tensor library. Whoever brings
+//! `CubeCL`'s CUDA runtime turns the feature `nvidia` on, too, which needs LLVM as that does: softmax then
+//! takes the exponential's own instruction instead of eight. A kernel
 //! is used in three steps, none of which synchronises with the device:
 //!
 //! 1. describe the request: [`AttentionProblem`] or [`RopeQkNormProblem`];

@@ -6,7 +6,7 @@ use super::AttentionBlueprint;
 use crate::{
     tile::{
         Band, MASKED,
-        Stream::{Keys, Values},
+        Streamed::{Keys, Values},
         TileAlgebra,
     },
     work_list::TILE_WORDS,
@@ -30,26 +30,26 @@ impl ScoreOptions {
 /// What all cubes of a launch have in common.
 #[derive(CubeType, CubeLaunch, Clone, Copy)]
 #[expand(derive(Clone))]
-pub(super) struct Call {
+pub(super) struct Scalars {
     /// Entries of the work list.
     pub tiles: u32,
     /// Heads of the rows.
     pub heads: u32,
     /// Query heads that share a key head.
     pub heads_per_kv: u32,
-    /// Factor on scores: of log2 of weights, or before a cap.
+    /// `softmax_scale * log2(e)`, of either sign or none; `softmax_scale / softcap` where there is a cap.
     pub score_scale: f32,
-    /// The cap on log2 of weights, where there is one.
+    /// `softcap * log2(e)`, where there is one.
     pub softcap: f32,
     /// The window's sides, where they are bounded.
     pub left: i32,
     pub right: i32,
 }
 
-impl Call {
+impl Scalars {
     /// For compiling a kernel without a device.
-    pub fn compiled() -> CallCompilationArg {
-        CallCompilationArg {
+    pub fn compiled() -> ScalarsCompilationArg {
+        ScalarsCompilationArg {
             tiles: (),
             heads: (),
             heads_per_kv: (),
@@ -58,6 +58,14 @@ impl Call {
             left: (),
             right: (),
         }
+    }
+}
+
+#[cube]
+impl Scalars {
+    /// What makes log2 of weights of scores that are compared: a cap leaves no more to do.
+    pub fn weight_scale(&self, #[comptime] options: ScoreOptions) -> f32 {
+        if comptime!(options.softcap) { f32::new(1.0f32) } else { self.score_scale }
     }
 }
 
@@ -75,7 +83,7 @@ pub(super) struct WorkItem {
 pub(super) fn work_item(
     work: &[i32],
     tile: u32,
-    call: &Call,
+    scalars: &Scalars,
     #[comptime] options: ScoreOptions,
 ) -> WorkItem {
     let item = tile as usize * TILE_WORDS;
@@ -85,8 +93,8 @@ pub(super) fn work_item(
         k_start: work[item + 2] as usize,
         band: Band {
             diagonal: work[item + 4],
-            left: call.left,
-            right: call.right,
+            left: scalars.left,
+            right: scalars.right,
             k_len: work[item + 3],
             bounded_left: comptime!(options.bounded_left),
             bounded_right: comptime!(options.bounded_right),
@@ -105,7 +113,7 @@ pub(super) fn attention_varlen<T: TileAlgebra, F: Float, NQ: Size, NK: Size, NV:
     work: &[i32],
     out: &mut [Vector<F, Const<4>>],
     lse: &mut [f32],
-    call: Call,
+    scalars: Scalars,
     query_factor: f32,
     minus_infinity: f32,
     #[comptime] blueprint: AttentionBlueprint,
@@ -116,17 +124,15 @@ pub(super) fn attention_varlen<T: TileAlgebra, F: Float, NQ: Size, NK: Size, NV:
 ) {
     let shape = comptime!(blueprint.shape);
     let cube = CUBE_POS as u32;
-    if cube >= call.tiles * call.heads {
+    if cube >= scalars.tiles * scalars.heads {
         terminate!();
     }
-    let head = (cube / call.tiles) as usize;
-    let head_kv = head / call.heads_per_kv as usize;
-    let item = work_item(work, cube % call.tiles, &call, blueprint.options);
+    let head = (cube / scalars.tiles) as usize;
+    let head_kv = head / scalars.heads_per_kv as usize;
+    let item = work_item(work, cube % scalars.tiles, &scalars, blueprint.options);
     let band = item.band;
     let q_rows = item.q_rows;
-    // A cap wants scores that are scaled, and leaves them so.
-    let scale =
-        if comptime!(blueprint.options.softcap) { f32::new(1.0f32) } else { call.score_scale };
+    let scale = scalars.weight_scale(blueprint.options);
 
     let mut workspace = T::workspace(shape);
     let mut scores = T::scores(shape);
@@ -154,13 +160,13 @@ pub(super) fn attention_varlen<T: TileAlgebra, F: Float, NQ: Size, NK: Size, NV:
         T::fetch::<F, NV>(&mut workspace, v, v_origin, keys, Values, shape);
         T::mma_ab_t(&mut workspace, &mut scores, shape);
         if comptime!(blueprint.options.softcap) {
-            T::softcap(&mut scores, call.score_scale, call.softcap, shape);
+            T::softcap(&mut scores, scalars.score_scale, scalars.softcap, shape);
         }
         if band.cuts(key, tile_k, q_rows) {
             T::mask(&mut scores, &band, key, shape);
         }
         T::row_max(&mut workspace, &scores, &mut maximum, &mut correction, scale, shape);
-        T::exp(&mut scores, &maximum, scale, shape);
+        T::exp2(&mut scores, &maximum, scale, shape);
         T::row_sum(&scores, &mut sum, &correction, shape);
         T::rescale(&mut output, &correction, shape);
 
@@ -181,8 +187,8 @@ pub(super) fn attention_varlen<T: TileAlgebra, F: Float, NQ: Size, NK: Size, NV:
         scale,
         out,
         lse,
-        item.q_start * call.heads as usize + head,
-        call.heads as usize,
+        item.q_start * scalars.heads as usize + head,
+        scalars.heads as usize,
         q_rows as u32,
         minus_infinity,
         shape,

@@ -4,11 +4,11 @@ use cubecl::{ir::ElemType, prelude::*};
 
 use super::{
     AttentionBlueprint,
-    kernel::{Call, work_item},
+    kernel::{Scalars, work_item},
 };
 use crate::tile::{
     MASKED, RingAlgebra,
-    Stream::{Keys, Values},
+    Streamed::{Keys, Values},
     TileShape,
 };
 
@@ -25,7 +25,7 @@ pub(super) fn attention_varlen_async<T: RingAlgebra, F: Float, NQ: Size, NK: Siz
     work: &[i32],
     out: &mut [Vector<F, Const<4>>],
     lse: &mut [f32],
-    call: Call,
+    scalars: Scalars,
     query_factor: f32,
     minus_infinity: f32,
     #[comptime] blueprint: AttentionBlueprint,
@@ -36,17 +36,15 @@ pub(super) fn attention_varlen_async<T: RingAlgebra, F: Float, NQ: Size, NK: Siz
 ) {
     let shape = comptime!(blueprint.shape);
     let cube = CUBE_POS as u32;
-    if cube >= call.tiles * call.heads {
+    if cube >= scalars.tiles * scalars.heads {
         terminate!();
     }
-    let head = (cube / call.tiles) as usize;
-    let head_kv = head / call.heads_per_kv as usize;
-    let item = work_item(work, cube % call.tiles, &call, blueprint.options);
+    let head = (cube / scalars.tiles) as usize;
+    let head_kv = head / scalars.heads_per_kv as usize;
+    let item = work_item(work, cube % scalars.tiles, &scalars, blueprint.options);
     let band = item.band;
     let q_rows = item.q_rows;
-    // A cap wants scores that are scaled, and leaves them so.
-    let scale =
-        if comptime!(blueprint.options.softcap) { f32::new(1.0f32) } else { call.score_scale };
+    let scale = scalars.weight_scale(blueprint.options);
 
     let mut workspace = T::workspace(shape);
     let mut rings = T::rings(shape);
@@ -98,13 +96,13 @@ pub(super) fn attention_varlen_async<T: RingAlgebra, F: Float, NQ: Size, NK: Siz
             T::fill::<F, NV>(&mut workspace, &mut rings, v, next, token, head_kv, Values, shape);
         }
         if comptime!(blueprint.options.softcap) {
-            T::softcap(&mut scores, call.score_scale, call.softcap, shape);
+            T::softcap(&mut scores, scalars.score_scale, scalars.softcap, shape);
         }
         if band.cuts(key, tile_k, q_rows) {
             T::mask(&mut scores, &band, key, shape);
         }
         T::row_max(&mut workspace, &scores, &mut maximum, &mut correction, scale, shape);
-        T::exp(&mut scores, &maximum, scale, shape);
+        T::exp2(&mut scores, &maximum, scale, shape);
         T::row_sum(&scores, &mut sum, &correction, shape);
         T::rescale(&mut output, &correction, shape);
 
@@ -132,8 +130,8 @@ pub(super) fn attention_varlen_async<T: RingAlgebra, F: Float, NQ: Size, NK: Siz
         scale,
         out,
         lse,
-        item.q_start * call.heads as usize + head,
-        call.heads as usize,
+        item.q_start * scalars.heads as usize + head,
+        scalars.heads as usize,
         q_rows as u32,
         minus_infinity,
         shape,

@@ -6,14 +6,14 @@ use cubecl::{client::Client, prelude::*};
 
 use super::{
     AttentionBlueprint, AttentionProblem,
-    kernel::{Call, CallLaunch, attention_varlen},
+    kernel::{Scalars, ScalarsLaunch, attention_varlen},
     launch_async::{async_kernel, run_async},
 };
 use crate::{
     DeviceWorkList, Engine, LaunchError, TensorLayout,
     device::{buffer_arg, kernel_settings, tensor_arg},
     layout::{VECTOR, check_binding, check_buffer},
-    tile::{Cmma, Emulated, Mma, Simt, TensorCore, TileAlgebra},
+    tile::{Cmma, Emulated, LEAST_SCALE, Mma, Simt, TensorCore, TileAlgebra},
     work_list::{MAX_TOKENS, TILE_WORDS, fold_grid},
 };
 
@@ -103,7 +103,7 @@ fn run<T: TileAlgebra>(
     work: &DeviceWorkList,
     tensors: AttentionTensors,
 ) {
-    let (call, query_factor) = call(problem, work);
+    let (scalars, query_factor) = scalars(problem, work);
     let AttentionTensors { q, k, v, out, lse } = tensors;
     // Empty buffers cannot be bound. Without key tokens the kernel never reads k and v.
     let (k, v) = if problem.tokens_k() == 0 { (q.clone(), q.clone()) } else { (k, v) };
@@ -122,7 +122,7 @@ fn run<T: TileAlgebra>(
             BufferArg::from_raw_parts(work.handle.clone(), work.tiles * TILE_WORDS),
             out.into_buffer_arg(),
             lse.into_buffer_arg(),
-            call,
+            scalars,
             query_factor,
             f32::NEG_INFINITY,
             *blueprint,
@@ -136,35 +136,32 @@ fn run<T: TileAlgebra>(
 
 /// What cubes have in common, and the factor on queries.
 ///
-/// Scores are compared before they are scaled, for which the scale has to be positive, and large enough
-/// for [`MASKED`](crate::tile::MASKED) to stay far below all others when it is scaled. So queries take its
-/// sign; and all scores are 0 where it would not make a difference between any of them.
-pub(super) fn call(problem: &AttentionProblem, work: &DeviceWorkList) -> (CallLaunch, f32) {
+/// Scores are compared before they are scaled, for which the scale has to be positive and not too small:
+/// queries take its sign, and where it is smaller than [`LEAST_SCALE`] they are multiplied by 0, so that
+/// all weights of a row are the same.
+pub(super) fn scalars(problem: &AttentionProblem, work: &DeviceWorkList) -> (ScalarsLaunch, f32) {
     let scale = problem.softmax_scale;
     let (query_factor, scale) = match problem.softcap {
         Some(_) => (1.0, scale),
         None if scale.abs() < LEAST_SCALE => (0.0, 1.0),
         None => (scale.signum(), scale.abs()),
     };
-    (call_with(problem, work, problem.heads(), scale, bounds(problem)), query_factor)
+    (scalars_for(problem, work, problem.heads(), scale, bounds(problem)), query_factor)
 }
 
-/// Scores of a million times a million, scaled by less than this, differ by less than 1e-17.
-const LEAST_SCALE: f32 = 1e-30;
-
-/// As [`call`], of rows that have this many heads, with this softmax scale.
-pub(super) fn call_with(
+/// As [`scalars`], of rows that have this many heads, with this softmax scale.
+pub(super) fn scalars_for(
     problem: &AttentionProblem,
     work: &DeviceWorkList,
     heads: usize,
     scale: f32,
     (left, right): (i32, i32),
-) -> CallLaunch {
+) -> ScalarsLaunch {
     let (score_scale, cap) = match problem.softcap {
         Some(cap) => (scale / cap, cap * LOG2_E),
         None => (scale * LOG2_E, 1.0),
     };
-    CallLaunch::new(
+    ScalarsLaunch::new(
         work.tiles as u32,
         heads as u32,
         (problem.heads() / problem.heads_kv()) as u32,
@@ -253,7 +250,7 @@ fn kernel_on<T: TileAlgebra>(
         buffer_arg(),
         buffer_arg(),
         buffer_arg(),
-        Call::compiled(),
+        Scalars::compiled(),
         (),
         (),
         blueprint,

@@ -5,8 +5,8 @@ use std::sync::Arc;
 use cubecl::{client::Client, prelude::*};
 
 use super::{
-    AttentionBlueprint, AttentionProblem, AttentionTensors, kernel::Call,
-    kernel_async::attention_varlen_async, launch::call,
+    AttentionBlueprint, AttentionProblem, AttentionTensors, kernel::Scalars,
+    kernel_async::attention_varlen_async, launch::scalars,
 };
 use crate::{
     DeviceWorkList,
@@ -24,7 +24,7 @@ pub(super) fn run_async<T: RingAlgebra>(
     work: &DeviceWorkList,
     tensors: AttentionTensors,
 ) {
-    let (call, query_factor) = call(problem, work);
+    let (scalars, query_factor) = scalars(problem, work);
     let AttentionTensors { q, k, v, out, lse } = tensors;
     // Empty buffers cannot be bound. Without key tokens the kernel never reads k and v: the work list,
     // at the start of its allocation, stands in for them as one token of 16 bytes.
@@ -51,7 +51,7 @@ pub(super) fn run_async<T: RingAlgebra>(
             BufferArg::from_raw_parts(work.handle.clone(), work.tiles * TILE_WORDS),
             out.into_buffer_arg(),
             lse.into_buffer_arg(),
-            call,
+            scalars,
             query_factor,
             f32::NEG_INFINITY,
             *blueprint,
@@ -81,7 +81,7 @@ pub(super) fn async_kernel<T: RingAlgebra>(
         buffer_arg(),
         buffer_arg(),
         buffer_arg(),
-        Call::compiled(),
+        Scalars::compiled(),
         (),
         (),
         blueprint,

@@ -8,7 +8,7 @@ use cubecl::prelude::*;
 /// `c >= r + diagonal - left`, where unbounded sides are dropped at compile time. `diagonal` is
 /// `q_row + k_len - q_len` of row 0: causal attention (`right = 0`) is aligned bottom-right and
 /// windows shift by `k_len - q_len`, as flash-attention has it.
-#[derive(CubeType, Clone, Copy)]
+#[derive(CubeType, Clone, Copy, Debug)]
 #[expand(derive(Clone, Copy))]
 pub struct Band {
     /// Key on the diagonal of row 0.
@@ -74,5 +74,37 @@ impl Band {
             cut = cut || first_key < rows - 1 + self.diagonal - self.left;
         }
         cut
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::Band;
+
+    /// Gradients of tiles that are not cut are not masked at all.
+    #[test]
+    fn tiles_are_cut_exactly_where_a_row_does_not_see_a_key() {
+        let sides = [(false, 0), (true, 0), (true, 1), (true, 3)];
+        for (bounded_left, left) in sides {
+            for (bounded_right, right) in sides {
+                for diagonal in -3..4 {
+                    let band =
+                        Band { diagonal, left, right, k_len: 7, bounded_left, bounded_right };
+                    for (first, keys, rows) in grid() {
+                        let seen = (0..rows)
+                            .all(|row| (first..first + keys).all(|key| band.sees(row, key)));
+                        let tile = (first, keys, rows);
+                        assert_eq!(band.cuts(first, keys, rows), !seen, "{tile:?} of {band:?}");
+                    }
+                }
+            }
+        }
+    }
+
+    /// First keys, keys and rows of tiles.
+    fn grid() -> impl Iterator<Item = (i32, i32, i32)> {
+        (0..8).flat_map(|first| {
+            (1..5).flat_map(move |keys| (1..5).map(move |rows| (first, keys, rows)))
+        })
     }
 }

@@ -30,12 +30,17 @@ pub use simt::Simt;
 
 use cubecl::prelude::*;
 
-/// Lower bound of every finite score, standing in for minus infinity inside the loop: shader
-/// languages do not promise infinities, and `inf - inf` would make NaN of a masked row.
-pub const MASKED: f32 = -3.0e38;
+/// Lower bound of every score, standing in for minus infinity inside the loop: shader languages do not
+/// promise infinities, and `inf - inf` would make NaN of a masked row. Times a scale it is finite, too,
+/// and far below all other scores, from [`LEAST_SCALE`] up to 3e8.
+pub const MASKED: f32 = -1.0e30;
 
 /// Scores below this came from [`MASKED`].
-pub const MASKED_THRESHOLD: f32 = -2.0e38;
+pub const MASKED_THRESHOLD: f32 = -5.0e29;
+
+/// The least scale of scores that are compared before they are scaled. Scores of a million times a
+/// million, scaled by less, are the same to f32's weights.
+pub const LEAST_SCALE: f32 = 1e-20;
 
 /// Compile-time shape of the tiles of one attention loop and of the units working on them.
 ///
@@ -66,10 +71,10 @@ impl TileShape {
     }
 
     /// Elements per row of what streams past.
-    pub fn width(&self, stream: Stream) -> usize {
-        match stream {
-            Stream::Keys => self.head_dim,
-            Stream::Values => self.value_dim,
+    pub fn width(&self, streamed: Streamed) -> usize {
+        match streamed {
+            Streamed::Keys => self.head_dim,
+            Streamed::Values => self.value_dim,
         }
     }
 
@@ -86,7 +91,7 @@ impl TileShape {
 
 /// What streams past a query tile.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub enum Stream {
+pub enum Streamed {
     /// Right operand of the first product; rows of `head_dim` elements.
     Keys,
     /// Right operand of the second product; rows of `value_dim` elements.
@@ -130,9 +135,10 @@ impl UnitGrid {
 
 /// Operations on the tiles of one attention loop.
 ///
-/// A score is a product of a query and a key. It is not scaled before it is compared, so that of the
-/// softmax scale, of log2(e) and of the row's maximum one fused multiply-add remains; `scale` has the
-/// first two, and is positive.
+/// A score is a product of a query and a key. It is compared before it is scaled, so that of the softmax
+/// scale, of log2(e) and of the row's maximum one fused multiply-add remains. `scale` makes log2 of
+/// weights of scores, and is [`LEAST_SCALE`] or more; after a cap it is 1. That of
+/// [`softcap`](Self::softcap) is the softmax scale by the cap, of any sign.
 ///
 /// Every unit of the cube calls every operation, in uniform control flow. Operations that exchange
 /// data through the workspace synchronise themselves where their documentation says so; the loop
@@ -174,7 +180,7 @@ pub trait TileAlgebra: Send + Sync + 'static {
         source: &Tensor<Vector<F, N>>,
         origin: usize,
         valid: u32,
-        #[comptime] stream: Stream,
+        #[comptime] streamed: Streamed,
         #[comptime] shape: TileShape,
     );
     /// Puts a tile where its product reads it. Rows from `valid` on are zeros.
@@ -183,7 +189,7 @@ pub trait TileAlgebra: Send + Sync + 'static {
         source: &Tensor<Vector<F, N>>,
         origin: usize,
         valid: u32,
-        #[comptime] stream: Stream,
+        #[comptime] streamed: Streamed,
         #[comptime] shape: TileShape,
     );
 
@@ -222,8 +228,9 @@ pub trait TileAlgebra: Send + Sync + 'static {
         scale: f32,
         #[comptime] shape: TileShape,
     );
-    /// `scores = 2^(scale * (scores - maximum))`; 0 where masked.
-    fn exp(
+    /// `scores = 2^(scale * (scores - maximum))`; 0 where masked. An engine may round `scale * maximum`
+    /// first: all weights of a row then have a factor that is off by as much as an f32 of that size is.
+    fn exp2(
         scores: &mut Self::Scores,
         maximum: &Self::Rows,
         scale: f32,

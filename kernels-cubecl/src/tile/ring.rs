@@ -2,7 +2,7 @@
 
 use cubecl::{ir::ElemType, prelude::*};
 
-use super::{Stream, TileAlgebra, TileShape};
+use super::{Streamed, TileAlgebra, TileShape};
 
 /// What keys and values are read from, on the host and in the kernel.
 pub trait Transfer: Send + Sync + 'static {
@@ -44,7 +44,7 @@ pub trait RingAlgebra: TileAlgebra + Transfer {
         tile: u32,
         token: usize,
         head: usize,
-        #[comptime] stream: Stream,
+        #[comptime] streamed: Streamed,
         #[comptime] shape: TileShape,
     );
     /// Waits for a tile, which its product reads from then on.
@@ -52,14 +52,14 @@ pub trait RingAlgebra: TileAlgebra + Transfer {
         workspace: &mut Self::Workspace,
         rings: &mut Self::Rings,
         tile: u32,
-        #[comptime] stream: Stream,
+        #[comptime] streamed: Streamed,
         #[comptime] shape: TileShape,
     );
     /// Gives the stage of a tile back.
     fn release(
         rings: &mut Self::Rings,
         tile: u32,
-        #[comptime] stream: Stream,
+        #[comptime] streamed: Streamed,
         #[comptime] shape: TileShape,
     );
 

@@ -6,8 +6,8 @@ use cubecl::{client::Client, prelude::*};
 
 use super::{
     super::{
-        kernel::Call,
-        launch::{bounds, call_with},
+        kernel::Scalars,
+        launch::{bounds, scalars_for},
     },
     AttentionGradBlueprint, AttentionGradProblem, GradPass, Placement,
     kernel::{
@@ -263,7 +263,7 @@ fn launch_queries<T: GradientAlgebra>(
             BufferArg::from_raw_parts(work.handle.clone(), work.tiles * TILE_WORDS),
             grads.into_buffer_arg(),
             target(problem.placements.dq),
-            call_with(forward, work, forward.heads(), forward.softmax_scale, bounds(forward)),
+            scalars_for(forward, work, forward.heads(), forward.softmax_scale, bounds(forward)),
             forward.softmax_scale,
             blueprint.shape,
             blueprint.options,
@@ -312,7 +312,7 @@ fn launch_keys_values<T: GradientAlgebra>(
             grads.into_buffer_arg(),
             target(problem.placements.dk),
             target(problem.placements.dv),
-            call_with(forward, work, forward.heads_kv(), forward.softmax_scale, (right, left)),
+            scalars_for(forward, work, forward.heads_kv(), forward.softmax_scale, (right, left)),
             forward.softmax_scale,
             blueprint.shape,
             blueprint.options.transposed(),
@@ -464,7 +464,7 @@ fn kernel_on<T: GradientAlgebra>(
             buffer_arg(),
             buffer_arg(),
             placement(),
-            Call::compiled(),
+            Scalars::compiled(),
             (),
             shape,
             options,
@@ -487,7 +487,7 @@ fn kernel_on<T: GradientAlgebra>(
             buffer_arg(),
             placement(),
             placement(),
-            Call::compiled(),
+            Scalars::compiled(),
             (),
             shape,
             options.transposed(),

@@ -13,7 +13,7 @@ pub(crate) use gradient::gradient_memory;
 pub use product::CmmaShape;
 
 use super::{
-    Band, MatrixTile, Stream, TileAlgebra, TileShape, UnitGrid,
+    Band, MatrixTile, Streamed, TileAlgebra, TileShape, UnitGrid,
     global::F4,
     mma::room::{self, Chunk, Operand},
     simt::{self, Simt, store::store},
@@ -134,7 +134,7 @@ impl TileAlgebra for Cmma {
         _source: &Tensor<Vector<F, N>>,
         _origin: usize,
         _valid: u32,
-        #[comptime] _stream: Stream,
+        #[comptime] _streamed: Streamed,
         #[comptime] _shape: TileShape,
     ) {
     }
@@ -144,7 +144,7 @@ impl TileAlgebra for Cmma {
         source: &Tensor<Vector<F, N>>,
         origin: usize,
         valid: u32,
-        #[comptime] stream: Stream,
+        #[comptime] streamed: Streamed,
         #[comptime] shape: TileShape,
     ) {
         load::<F, N>(
@@ -153,7 +153,7 @@ impl TileAlgebra for Cmma {
             origin,
             valid,
             shape.k_rows,
-            comptime!(shape.width(stream)),
+            comptime!(shape.width(streamed)),
             comptime!(wider(shape)),
             comptime!(shape.units()),
             comptime!(matrix(shape)),
@@ -237,13 +237,13 @@ impl TileAlgebra for Cmma {
         simt::row_max(&mut workspace.partial, scores, maximum, correction, scale, shape);
     }
 
-    fn exp(
+    fn exp2(
         scores: &mut Array<f32>,
         maximum: &Array<f32>,
         scale: f32,
         #[comptime] shape: TileShape,
     ) {
-        Simt::exp(scores, maximum, scale, shape);
+        Simt::exp2(scores, maximum, scale, shape);
     }
 
     fn row_sum(

@@ -31,7 +31,7 @@ pub(crate) use unit::LANES;
 use core::{f32::consts::LN_2, marker::PhantomData};
 
 use super::{
-    Band, CmmaShape, MASKED, Stream, TileAlgebra, TileShape,
+    Band, CmmaShape, MASKED, Streamed, TileAlgebra, TileShape,
     simt::{reference, tanh},
 };
 use product::steps;
@@ -181,7 +181,7 @@ impl<U: MatrixUnit> TileAlgebra for Mma<U> {
         source: &Tensor<Vector<F, N>>,
         origin: usize,
         valid: u32,
-        #[comptime] stream: Stream,
+        #[comptime] streamed: Streamed,
         #[comptime] shape: TileShape,
     ) {
         let sizes = comptime!(Sizes::of(shape));
@@ -191,7 +191,7 @@ impl<U: MatrixUnit> TileAlgebra for Mma<U> {
             valid,
             &mut workspace.fetched,
             shape.k_rows,
-            comptime!(shape.width(stream)),
+            comptime!(shape.width(streamed)),
             sizes.units,
             sizes.matrix,
         );
@@ -202,14 +202,14 @@ impl<U: MatrixUnit> TileAlgebra for Mma<U> {
         _source: &Tensor<Vector<F, N>>,
         _origin: usize,
         _valid: u32,
-        #[comptime] stream: Stream,
+        #[comptime] streamed: Streamed,
         #[comptime] shape: TileShape,
     ) {
         let sizes = comptime!(Sizes::of(shape));
-        let (rows, width) = comptime!((shape.k_rows, shape.width(stream)));
+        let (rows, width) = comptime!((shape.k_rows, shape.width(streamed)));
         let (units, matrix) = comptime!((sizes.units, sizes.matrix));
         let fetched = &workspace.fetched;
-        if comptime!(stream == Stream::Keys) {
+        if comptime!(streamed == Streamed::Keys) {
             room::stage(fetched, &mut workspace.key, rows, width, units, matrix);
         } else {
             room::stage(fetched, &mut workspace.value, rows, width, units, matrix);
@@ -336,7 +336,7 @@ impl<U: MatrixUnit> TileAlgebra for Mma<U> {
         }
     }
 
-    fn exp(
+    fn exp2(
         scores: &mut Array<f32>,
         maximum: &Array<f32>,
         scale: f32,
@@ -345,7 +345,7 @@ impl<U: MatrixUnit> TileAlgebra for Mma<U> {
         let sizes = comptime!(Sizes::of(shape));
         #[unroll]
         for r in 0..comptime!(sizes.rows()) {
-            let reference = reference(maximum[r], scale);
+            let reference = scale * reference(maximum[r]);
             #[unroll]
             for c in 0..comptime!(2 * sizes.scores) {
                 let i = row::element(r, c, sizes.scores);

@@ -8,7 +8,7 @@ use super::{
     panel::{Panels, RingShape, STAGE_ALIGNMENT, ring_chunks, stage_chunks},
     room::{Chunk, ROW},
 };
-use crate::tile::{RingAlgebra, Stream, TileShape, Transfer};
+use crate::tile::{RingAlgebra, Streamed, TileShape, Transfer};
 
 /// Bytes of a barrier.
 const BARRIER: usize = 8;
@@ -142,11 +142,11 @@ impl<U: AsyncUnit> RingAlgebra for Mma<U> {
         tile: u32,
         token: usize,
         head: usize,
-        #[comptime] stream: Stream,
+        #[comptime] streamed: Streamed,
         #[comptime] shape: TileShape,
     ) {
-        let width = comptime!(shape.width(stream));
-        if comptime!(stream == Stream::Keys) {
+        let width = comptime!(shape.width(streamed));
+        if comptime!(streamed == Streamed::Keys) {
             let (barriers, room) = (&mut rings.key, &mut workspace.key);
             fill::<U, F, N>(barriers, room, source, tile, token, head, width, shape);
         } else {
@@ -159,11 +159,11 @@ impl<U: AsyncUnit> RingAlgebra for Mma<U> {
         workspace: &mut MmaWorkspace<U>,
         rings: &mut Rings<U>,
         tile: u32,
-        #[comptime] stream: Stream,
+        #[comptime] streamed: Streamed,
         #[comptime] shape: TileShape,
     ) {
-        let width = comptime!(shape.width(stream));
-        if comptime!(stream == Stream::Keys) {
+        let width = comptime!(shape.width(streamed));
+        if comptime!(streamed == Streamed::Keys) {
             let first = wait::<U>(&mut rings.key, &mut workspace.key, tile, width, shape);
             workspace.key_at.store(first);
         } else {
@@ -175,10 +175,10 @@ impl<U: AsyncUnit> RingAlgebra for Mma<U> {
     fn release(
         rings: &mut Rings<U>,
         tile: u32,
-        #[comptime] stream: Stream,
+        #[comptime] streamed: Streamed,
         #[comptime] shape: TileShape,
     ) {
-        if comptime!(stream == Stream::Keys) {
+        if comptime!(streamed == Streamed::Keys) {
             release::<U>(&mut rings.key, tile, shape);
         } else {
             release::<U>(&mut rings.value, tile, shape);

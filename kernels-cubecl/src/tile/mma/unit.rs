@@ -3,7 +3,7 @@
 use cubecl::{cmma::MatrixIdent, cmma::MmaDefinition, prelude::*};
 
 use super::room::{Chunk, Operand, Pair};
-use crate::exp2::ex2;
+use crate::exp2::exp2_nvidia;
 
 /// Rows of a left operand and of the result.
 pub(super) const M: usize = 16;
@@ -129,7 +129,7 @@ impl MatrixUnit for TensorCore {
     }
 
     fn exp2(x: f32) -> f32 {
-        ex2(x)
+        exp2_nvidia(x)
     }
 
     fn shuffle_xor(_exchange: &mut Self::Exchange, value: f32, #[comptime] mask: u32) -> f32 {

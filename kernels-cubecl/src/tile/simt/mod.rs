@@ -15,7 +15,7 @@ pub(super) mod store;
 pub(super) use gradient::store as store_gradient;
 
 use super::{
-    Band, MASKED, MASKED_THRESHOLD, Stream, TileAlgebra, TileShape, UnitGrid,
+    Band, MASKED, MASKED_THRESHOLD, Streamed, TileAlgebra, TileShape, UnitGrid,
     global::{F4, load_rows},
 };
 use crate::exp2::exp2;
@@ -97,11 +97,11 @@ pub(super) fn tanh(x: f32) -> f32 {
     1.0f32 - 2.0f32 / (f32::exp(2.0f32 * x) + 1.0f32)
 }
 
-/// What the scaled scores of a row are compared with: its maximum, or 0 where it has seen no key yet,
-/// so that its masked scores vanish, too.
+/// What the scores of a row are compared with: its maximum, or 0 where it has seen no key yet, so that
+/// its masked scores vanish, too.
 #[cube]
-pub(super) fn reference(maximum: f32, scale: f32) -> f32 {
-    select(maximum < f32::new(MASKED_THRESHOLD), f32::new(0.0f32), scale * maximum)
+pub(super) fn reference(maximum: f32) -> f32 {
+    select(maximum < f32::new(MASKED_THRESHOLD), f32::new(0.0f32), maximum)
 }
 
 /// Zeros of an output tile `width` elements wide.
@@ -215,7 +215,7 @@ impl TileAlgebra for Simt {
         _source: &Tensor<Vector<F, N>>,
         _origin: usize,
         _valid: u32,
-        #[comptime] _stream: Stream,
+        #[comptime] _streamed: Streamed,
         #[comptime] _shape: TileShape,
     ) {
     }
@@ -225,7 +225,7 @@ impl TileAlgebra for Simt {
         source: &Tensor<Vector<F, N>>,
         origin: usize,
         valid: u32,
-        #[comptime] stream: Stream,
+        #[comptime] streamed: Streamed,
         #[comptime] shape: TileShape,
     ) {
         let tile = comptime!(RegisterTile::of(shape));
@@ -236,7 +236,7 @@ impl TileAlgebra for Simt {
             1.0f32,
             &mut workspace.key_value,
             shape.k_rows,
-            comptime!(shape.width(stream) / 4),
+            comptime!(shape.width(streamed) / 4),
             tile.key_value_pitch,
             comptime!(shape.units()),
         );
@@ -317,7 +317,7 @@ impl TileAlgebra for Simt {
         row_max(&mut workspace.partial, scores, maximum, correction, scale, shape);
     }
 
-    fn exp(
+    fn exp2(
         scores: &mut Array<f32>,
         maximum: &Array<f32>,
         scale: f32,
@@ -326,11 +326,11 @@ impl TileAlgebra for Simt {
         let tile = comptime!(RegisterTile::of(shape));
         #[unroll]
         for r in 0..tile.rows {
-            let reference = reference(maximum[r], scale);
+            let reference = reference(maximum[r]);
             #[unroll]
             for c in 0..tile.keys {
                 let i = comptime!(r * tile.keys + c);
-                scores[i] = exp2(fma(scores[i], scale, -reference));
+                scores[i] = exp2(scale * (scores[i] - reference));
             }
         }
     }

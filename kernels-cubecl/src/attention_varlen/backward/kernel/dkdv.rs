@@ -4,7 +4,7 @@ use cubecl::{ir::ElemType, prelude::*};
 
 use super::Target;
 use crate::{
-    attention_varlen::kernel::{Call, ScoreOptions, work_item},
+    attention_varlen::kernel::{Scalars, ScoreOptions, work_item},
     tile::{
         Axis, F2, GradientAlgebra, GradientShape,
         Product::{Scores, Weights},
@@ -15,7 +15,7 @@ use crate::{
 ///
 /// Keys and values are the rows; the queries and d_out of every head that reads them stream past.
 /// In the work list queries and keys are swapped: it lists key tiles, whose band says which queries see
-/// a key; so are `left` and `right` of the call, whose heads are those of the keys.
+/// a key; so are `left` and `right` of the scalars, whose heads are those of the keys.
 #[cube(launch_unchecked, address_type = "dynamic")]
 pub(crate) fn attention_varlen_dkdv<
     T: GradientAlgebra,
@@ -34,7 +34,7 @@ pub(crate) fn attention_varlen_dkdv<
     grads: &mut [Vector<F, Const<4>>],
     dk: Target,
     dv: Target,
-    call: Call,
+    scalars: Scalars,
     softmax_scale: f32,
     #[comptime] shape: GradientShape,
     #[comptime] options: ScoreOptions,
@@ -45,13 +45,13 @@ pub(crate) fn attention_varlen_dkdv<
     #[define(ND)] _vector_d_out: usize,
 ) {
     let cube = CUBE_POS as u32;
-    if cube >= call.tiles * call.heads {
+    if cube >= scalars.tiles * scalars.heads {
         terminate!();
     }
-    let head_kv = (cube / call.tiles) as usize;
-    let heads_per_kv = call.heads_per_kv as usize;
-    let heads = call.heads as usize * heads_per_kv;
-    let item = work_item(work, cube % call.tiles, &call, options);
+    let head_kv = (cube / scalars.tiles) as usize;
+    let heads_per_kv = scalars.heads_per_kv as usize;
+    let heads = scalars.heads as usize * heads_per_kv;
+    let item = work_item(work, cube % scalars.tiles, &scalars, options);
     let band = item.band;
     let rows = item.q_rows as u32;
 
@@ -78,15 +78,6 @@ pub(crate) fn attention_varlen_dkdv<
             let q_at = token * q.stride(0) + head * q.stride(1);
             let d_out_at = token * d_out.stride(0) + head * d_out.stride(1);
 
-            T::load_statistics(
-                &mut statistics,
-                stats,
-                token * heads + head,
-                heads,
-                queries,
-                Axis::Columns,
-                shape,
-            );
             T::load_columns::<F, ND>(&mut memory, d_out, d_out_at, queries, Weights, shape);
             if comptime!(!shape.one_room) {
                 T::load_columns::<F, NQ>(&mut memory, q, q_at, queries, Scores, shape);
@@ -99,12 +90,22 @@ pub(crate) fn attention_varlen_dkdv<
                 sync_cube();
             }
             T::mma_ab_t(&mut memory, &mut scores, Scores, shape);
+            // Not before the products, through which they would take two registers for every query.
+            T::load_statistics(
+                &mut statistics,
+                stats,
+                token * heads + head,
+                heads,
+                queries,
+                Axis::Columns,
+                shape,
+            );
             T::differentiate(
                 &mut scores,
                 &mut gradients,
                 &statistics,
-                call.score_scale,
-                call.softcap,
+                scalars.score_scale,
+                scalars.softcap,
                 options.softcap,
                 Axis::Columns,
                 shape,

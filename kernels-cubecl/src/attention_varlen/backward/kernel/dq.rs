@@ -4,7 +4,7 @@ use cubecl::{ir::ElemType, prelude::*};
 
 use super::Target;
 use crate::{
-    attention_varlen::kernel::{Call, ScoreOptions, work_item},
+    attention_varlen::kernel::{Scalars, ScoreOptions, work_item},
     tile::{
         Axis, F2, GradientAlgebra, GradientShape,
         Product::{Scores, Weights},
@@ -31,7 +31,7 @@ pub(crate) fn attention_varlen_dq<
     work: &[i32],
     grads: &mut [Vector<F, Const<4>>],
     dq: Target,
-    call: Call,
+    scalars: Scalars,
     softmax_scale: f32,
     #[comptime] shape: GradientShape,
     #[comptime] options: ScoreOptions,
@@ -42,12 +42,12 @@ pub(crate) fn attention_varlen_dq<
     #[define(ND)] _vector_d_out: usize,
 ) {
     let cube = CUBE_POS as u32;
-    if cube >= call.tiles * call.heads {
+    if cube >= scalars.tiles * scalars.heads {
         terminate!();
     }
-    let head = (cube / call.tiles) as usize;
-    let head_kv = head / call.heads_per_kv as usize;
-    let item = work_item(work, cube % call.tiles, &call, options);
+    let head = (cube / scalars.tiles) as usize;
+    let head_kv = head / scalars.heads_per_kv as usize;
+    let item = work_item(work, cube % scalars.tiles, &scalars, options);
     let band = item.band;
     let rows = item.q_rows as u32;
 
@@ -61,7 +61,7 @@ pub(crate) fn attention_varlen_dq<
     T::load_rows::<F, NQ>(&mut memory, q, q_at, rows, Scores, shape);
     let d_out_at = item.q_start * d_out.stride(0) + head * d_out.stride(1);
     T::load_rows::<F, ND>(&mut memory, d_out, d_out_at, rows, Weights, shape);
-    let heads = call.heads as usize;
+    let heads = scalars.heads as usize;
     let stats_at = item.q_start * heads + head;
     T::load_statistics(&mut statistics, stats, stats_at, heads, rows, Axis::Rows, shape);
 
@@ -90,8 +90,8 @@ pub(crate) fn attention_varlen_dq<
             &mut scores,
             &mut gradients,
             &statistics,
-            call.score_scale,
-            call.softcap,
+            scalars.score_scale,
+            scalars.softcap,
             options.softcap,
             Axis::Rows,
             shape,
