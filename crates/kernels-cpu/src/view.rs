@@ -298,6 +298,26 @@ impl<T: Element> Out<'_, T> {
         unsafe { self.row_part(token, head, 0..self.shape[2]) }
     }
 
+    /// Rows `tokens` of one head, if their type is the compute type.
+    ///
+    /// # Safety
+    ///
+    /// No other reference to one of these rows may be alive.
+    pub(crate) unsafe fn rows_in_place(
+        &self,
+        tokens: Range<usize>,
+        head: usize,
+    ) -> Option<RowsMut<'_, T::Compute>> {
+        let [all, heads, dim] = self.shape;
+        assert!(tokens.start <= tokens.end && tokens.end <= all, "tokens {tokens:?} of {all}");
+        assert!(head < heads, "head {head} of {heads}");
+        T::as_compute_mut(&mut [])?;
+        let at = tokens.start * self.strides[0] + head * self.strides[1];
+        let start = self.start.wrapping_add(at).cast::<T::Compute>();
+        let shape = [tokens.len(), dim];
+        Some(RowsMut { start, stride: self.strides[0], shape, data: PhantomData })
+    }
+
     /// All heads of a token, where they lie side by side.
     ///
     /// # Safety
@@ -333,6 +353,28 @@ impl<T: Element> Out<'_, T> {
         // SAFETY: the constructor checked that every row with elements lies inside the slice, and these
         // are elements of one.
         unsafe { std::slice::from_raw_parts_mut(self.start.wrapping_add(at), elements.len()) }
+    }
+}
+
+/// Rows to write, between which there is what belongs to others.
+#[derive(Debug)]
+pub(crate) struct RowsMut<'a, C> {
+    start: *mut C,
+    stride: usize,
+    shape: [usize; 2],
+    data: PhantomData<&'a mut [C]>,
+}
+
+impl<C> RowsMut<'_, C> {
+    /// The number of rows and of elements in each.
+    pub(crate) fn shape(&self) -> [usize; 2] {
+        self.shape
+    }
+
+    /// Where a row begins.
+    #[inline(always)]
+    pub(crate) fn row(&mut self, row: usize) -> *mut C {
+        self.start.wrapping_add(row * self.stride)
     }
 }
 
