@@ -150,9 +150,7 @@ pub(super) unsafe fn accumulate<V: Vector, const PANEL: usize, const N: usize>(
     ahead: &mut Ahead,
 ) {
     for t in 0..steps {
-        if t.is_multiple_of(2) {
-            ahead.one();
-        }
+        ahead.one();
         let mut row = [V::splat(V::Scalar::ZERO); N];
         for (j, vector) in row.iter_mut().enumerate() {
             // SAFETY: `t < steps` and `j` counts registers of the row.
