@@ -4,6 +4,7 @@ use std::marker::PhantomData;
 use std::ops::Range;
 
 use crate::element::Element;
+use crate::simd::HeadRows;
 
 /// A read-only view `[tokens, heads, dim]` of a slice.
 ///
@@ -89,16 +90,40 @@ impl<'a, T: Element> View<'a, T> {
         (self.strides[2] == 1 || dim <= 1).then(|| &self.data[start..start + dim])
     }
 
-    /// All heads of a token where they lie, and the distance between heads, if their type is the compute
-    /// type and the elements of each lie side by side.
-    pub(crate) fn heads_in_place(&self, token: usize) -> Option<(&'a [T::Compute], usize)> {
+    /// All heads of a token where they lie, if their type is the compute type and the elements of each lie
+    /// side by side.
+    pub(crate) fn heads_in_place(&self, token: usize) -> Option<HeadRows<&'a [T::Compute]>> {
         let [_, heads, dim] = self.shape;
         if self.strides[2] != 1 || self.strides[1] < 0 || heads == 0 {
             return None;
         }
         let data = T::as_compute(self.data)?;
         let (start, stride) = (self.start(token, 0) as usize, self.strides[1] as usize);
-        Some((&data[start..start + (heads - 1) * stride + dim], stride))
+        let elements = &data[start..start + (heads - 1) * stride + dim];
+        Some(HeadRows { elements, stride, ahead: self.strides[0] })
+    }
+
+    /// All heads of a token in the compute type: in place where type and strides allow, otherwise through
+    /// `staging`, which has room for them.
+    pub(crate) fn heads<'b>(
+        &self,
+        token: usize,
+        staging: &'b mut [T::Compute],
+    ) -> HeadRows<&'b [T::Compute]>
+    where
+        'a: 'b,
+    {
+        if let Some(rows) = self.heads_in_place(token) {
+            return rows;
+        }
+        let [_, heads, dim] = self.shape;
+        // Heads that are all the same are read once.
+        let (distinct, stride) =
+            if self.strides[1] == 0 { (heads.min(1), 0) } else { (heads, dim) };
+        for (head, row) in (0..distinct).zip(staging.chunks_exact_mut(dim)) {
+            self.read(token, head, row);
+        }
+        HeadRows { elements: staging, stride, ahead: 0 }
     }
 
     /// Where the elements of a token and head begin, and the distance to the next token's, where elements
@@ -108,19 +133,14 @@ impl<'a, T: Element> View<'a, T> {
         (self.strides[2] == 1).then_some((start, self.strides[0]))
     }
 
-    /// Asks for the rows of `tokens` and one head to be brought into a cache.
-    pub(crate) fn prefetch(&self, tokens: Range<usize>, head: usize) {
-        for token in tokens {
-            if let Some((start, _)) = self.place(token, head) {
-                prefetch(start, self.shape[2]);
-            }
-        }
-    }
-
     /// Copies one token and head into `row`, in the compute type.
     pub(crate) fn read(&self, token: usize, head: usize, row: &mut [T::Compute]) {
         match self.row(token, head) {
             Some(elements) => T::widen_all(elements, row),
+            None if self.strides[2] == 0 => {
+                let element = self.data[self.start(token, head) as usize].widen();
+                row.iter_mut().take(self.shape[2]).for_each(|target| *target = element);
+            }
             None => {
                 let start = self.start(token, head);
                 for (i, target) in row.iter_mut().enumerate().take(self.shape[2]) {
@@ -269,13 +289,6 @@ impl<T: Element> Out<'_, T> {
         (self.start.wrapping_add(at), self.strides[0])
     }
 
-    /// Asks for the rows of `tokens` and one head to be brought into a cache.
-    pub(crate) fn prefetch(&self, tokens: Range<usize>, head: usize) {
-        for token in tokens {
-            prefetch(self.place(token, head).0, self.shape[2]);
-        }
-    }
-
     /// Some of the tokens.
     ///
     /// # Panics
@@ -296,6 +309,26 @@ impl<T: Element> Out<'_, T> {
     pub(crate) unsafe fn row(&self, token: usize, head: usize) -> &mut [T] {
         // SAFETY: as promised by the caller.
         unsafe { self.row_part(token, head, 0..self.shape[2]) }
+    }
+
+    /// Rows `tokens` of one head, if their type is the compute type.
+    ///
+    /// # Safety
+    ///
+    /// No other reference to one of these rows may be alive.
+    pub(crate) unsafe fn rows_in_place(
+        &self,
+        tokens: Range<usize>,
+        head: usize,
+    ) -> Option<RowsMut<'_, T::Compute>> {
+        let [all, heads, dim] = self.shape;
+        assert!(tokens.start <= tokens.end && tokens.end <= all, "tokens {tokens:?} of {all}");
+        assert!(head < heads, "head {head} of {heads}");
+        T::as_compute_mut(&mut [])?;
+        let at = tokens.start * self.strides[0] + head * self.strides[1];
+        let start = self.start.wrapping_add(at).cast::<T::Compute>();
+        let shape = [tokens.len(), dim];
+        Some(RowsMut { start, stride: self.strides[0], shape, data: PhantomData })
     }
 
     /// All heads of a token, where they lie side by side.
@@ -336,10 +369,25 @@ impl<T: Element> Out<'_, T> {
     }
 }
 
-/// Asks for `len` elements to be brought into the second cache.
-fn prefetch<T>(start: *const T, len: usize) {
-    for offset in (0..len * size_of::<T>()).step_by(64) {
-        prefetch_line(start.cast::<u8>().wrapping_add(offset));
+/// Rows to write, between which there is what belongs to others.
+#[derive(Debug)]
+pub(crate) struct RowsMut<'a, C> {
+    start: *mut C,
+    stride: usize,
+    shape: [usize; 2],
+    data: PhantomData<&'a mut [C]>,
+}
+
+impl<C> RowsMut<'_, C> {
+    /// The number of rows and of elements in each.
+    pub(crate) fn shape(&self) -> [usize; 2] {
+        self.shape
+    }
+
+    /// Where a row begins.
+    #[inline(always)]
+    pub(crate) fn row(&mut self, row: usize) -> *mut C {
+        self.start.wrapping_add(row * self.stride)
     }
 }
 

@@ -36,12 +36,8 @@ pub(crate) fn pack<T: Element>(
             to_stride: kernels.block,
             rows: tokens.len(),
             columns: dim,
+            factor,
         });
-        if factor != T::Compute::ONE {
-            for value in block {
-                *value = *value * factor;
-            }
-        }
     }
 }
 
@@ -71,6 +67,7 @@ pub(super) unsafe fn unpack<T: Element>(
             to_stride: dim,
             rows: dim,
             columns: here.len(),
+            factor: T::Compute::ONE,
         });
         for (token, row) in here.zip(staging.chunks_exact_mut(dim)) {
             // SAFETY: as promised by the caller.

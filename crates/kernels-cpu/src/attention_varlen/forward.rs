@@ -1,16 +1,20 @@
 //! The forward pass.
 
+mod tile;
+
 use std::ops::Range;
 
 use rayon::prelude::*;
 
-use super::blocks::{pack, unpack};
+use tile::QueryRows;
+
+use super::blocks::pack;
 use super::work::{Plan, Unit};
 use super::{Attention, Sizes};
 use crate::ahead::{Ahead, SHORT};
 use crate::aligned::Aligned;
 use crate::element::{Element, Real};
-use crate::simd::{Across, Along, InstructionSet, Kernels, Softcap, Softmax, Tokens};
+use crate::simd::{InstructionSet, Kernels, Tokens};
 use crate::view::{Out, View, ViewMut};
 
 /// Queries that stream past the keys together, so that keys come from a far cache once for all of them.
@@ -123,6 +127,8 @@ struct QueryBlock<C> {
     out: Aligned<C>,
     max: Aligned<C>,
     sum: Aligned<C>,
+    /// What divides by the sums.
+    factor: Aligned<C>,
 }
 
 impl<C: Real> Scratch<C> {
@@ -140,6 +146,7 @@ impl<C: Real> Scratch<C> {
             out: Aligned::new(kernels.block_len(sizes.value_dim)),
             max: Aligned::new(block),
             sum: Aligned::new(block),
+            factor: Aligned::new(block),
         };
         Self {
             packed: Packed::new(kernels, &sizes, keys),
@@ -241,9 +248,10 @@ impl<T: Element> Pass<'_, T> {
         for head in task.heads.clone() {
             for start in task.queries.clone().step_by(TILE_QUERIES) {
                 let queries = start..(start + TILE_QUERIES).min(task.queries.end);
-                self.begin(unit, head, &queries, blocks, staging);
-                self.attend(unit, &queries, &keys, blocks, tile);
-                self.finish(unit, head, &queries, blocks, staging);
+                let rows = QueryRows { unit, head, queries };
+                self.begin(&rows, &keys, blocks, staging);
+                self.attend(&rows, &keys, blocks, tile);
+                self.finish(&rows, &keys, blocks, staging);
             }
         }
         tile.ahead.all();
@@ -277,123 +285,10 @@ impl<T: Element> Pass<'_, T> {
     ) -> [Option<Tokens<'_, T::Compute>>; 2] {
         let few = heads.len() * queries.len() <= FEW_QUERIES;
         let Attention { k, v, .. } = self.attention;
-        let [k, v] = [k, v].map(|view| {
+        [k, v].map(|view| {
             let rows = view.rows_in_place(unit.keys.clone(), unit.kv_head).filter(|_| few);
             rows.map(|(rows, stride)| Tokens::Rows(rows, stride))
-        });
-        // Products with v run over whole panels of elements.
-        let whole = self.attention.sizes().value_dim.is_multiple_of(self.kernels.panel);
-        [k, v.filter(|_| whole)]
-    }
-
-    /// Loads a tile of queries.
-    fn begin(
-        &self,
-        unit: &Unit,
-        head: usize,
-        queries: &Range<usize>,
-        blocks: &mut [QueryBlock<T::Compute>],
-        staging: &mut [T::Compute],
-    ) {
-        let factor = Real::from_f64(self.attention.options.score_factor());
-        for (queries, block) in in_blocks(queries, self.kernels.block).zip(blocks) {
-            let tokens = unit.queries.start + queries.start..unit.queries.start + queries.end;
-            let q = &self.attention.q;
-            pack(self.kernels, q, head, tokens, factor, &mut block.q, staging);
-            block.out.fill(Real::ZERO);
-            block.max.fill(Real::NEG_INFINITY);
-            block.sum.fill(Real::ZERO);
-        }
-    }
-
-    /// The attention loop: tiles of keys stream past the query blocks.
-    fn attend(
-        &self,
-        unit: &Unit,
-        queries: &Range<usize>,
-        keys: &KeyTokens<'_, T::Compute>,
-        blocks: &mut [QueryBlock<T::Compute>],
-        tile: &mut Tile<T::Compute>,
-    ) {
-        let Tile { scores, correction, ahead } = tile;
-        let (kernels, sizes) = (self.kernels, self.attention.sizes());
-        let (block, step) = (kernels.block, tile_keys(kernels));
-        let [k_len, v_len] = [sizes.head_dim, sizes.value_dim].map(|dim| kernels.block_len(dim));
-        let softcap = self.attention.options.log2_softcap();
-        let seen = unit.band.seen_by_some(queries);
-        for tile_start in (seen.start - seen.start % step..seen.end).step_by(step) {
-            for (queries, state) in in_blocks(queries, block).zip(blocks.iter_mut()) {
-                let seen = unit.band.seen_by_some(&queries);
-                let here = seen.start.max(tile_start)..seen.end.min(tile_start + step);
-                if here.is_empty() {
-                    continue;
-                }
-                let rows = here.start - tile_start..here.end - tile_start;
-                let lanes = queries.len();
-                for (first, rows) in rows_by_block(&rows, block, kernels.panel) {
-                    (kernels.along)(Along {
-                        a: keys.k.from(tile_start + first, block, k_len),
-                        b: &state.q,
-                        dim: sizes.head_dim,
-                        out: &mut scores[first * block..],
-                        rows,
-                        lanes,
-                        ahead,
-                    });
-                }
-                let visible = &mut scores[rows.start * block..rows.end * block];
-                if let Some(cap) = softcap {
-                    (kernels.softcap)(Softcap { scores: visible, cap: Real::from_f64(cap) });
-                }
-                unit.band.mask(visible, block, &here, &queries, Real::NEG_INFINITY);
-                (kernels.softmax)(Softmax {
-                    scores: visible,
-                    max: &mut state.max,
-                    sum: &mut state.sum,
-                    correction,
-                    lanes,
-                });
-                (kernels.across)(Across {
-                    out: &mut state.out,
-                    scale: Some(correction),
-                    a: keys.v.from(tile_start, block, v_len),
-                    b: scores,
-                    dim: kernels.padded(sizes.value_dim),
-                    rows,
-                    lanes,
-                    ahead,
-                });
-            }
-        }
-    }
-
-    /// Divides by the sums and writes a tile of outputs.
-    fn finish(
-        &self,
-        unit: &Unit,
-        head: usize,
-        queries: &Range<usize>,
-        blocks: &mut [QueryBlock<T::Compute>],
-        staging: &mut [T::Compute],
-    ) {
-        for (queries, block) in in_blocks(queries, self.kernels.block).zip(blocks) {
-            let tokens = unit.queries.start + queries.start..unit.queries.start + queries.end;
-            for ((token, max), sum) in tokens.clone().zip(&*block.max).zip(&*block.sum) {
-                let [log2_max, log_sum]: [f64; 2] = [(*max).into(), Real::ln(*sum).into()];
-                let lse = log2_max * std::f64::consts::LN_2 + log_sum;
-                // SAFETY: this row belongs to this task alone.
-                let target = unsafe { self.lse.row(token, head) };
-                target[0] = if *sum == Real::ZERO { f32::NEG_INFINITY } else { lse as f32 };
-            }
-            let factor = |lane: usize| {
-                let sum = block.sum[lane];
-                if sum == Real::ZERO { Real::ZERO } else { T::Compute::ONE / sum }
-            };
-            // SAFETY: these rows belong to this task alone.
-            unsafe {
-                unpack(self.kernels, &block.out, &self.out, head, tokens, factor, staging);
-            }
-        }
+        })
     }
 }
 

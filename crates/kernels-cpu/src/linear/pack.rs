@@ -88,6 +88,7 @@ pub(super) fn rows<T: Element>(
                 to_stride: wide,
                 rows: reach,
                 columns,
+                factor: Real::ONE,
             });
             let target = tile[first * height..].chunks_exact_mut(height);
             for (target, row) in target.zip(turned.chunks_exact(wide)).take(columns) {

@@ -26,7 +26,7 @@ pub(super) fn backward<T: Element>(
     let pass = Pass { kernels: T::Compute::kernels(set), x, norm, tables, d_out, d_input };
     let partial_sums = Mutex::new(Vec::new());
     super::over_tokens(tokens, heads * dim, |chunk, tokens| {
-        let mut staging = vec![zero; 3 * dim];
+        let mut staging = vec![zero; (3 * heads + 1) * dim];
         let mut d_weight = vec![zero; weight_len];
         tokens.for_each(|token| pass.token(token, &mut d_weight, &mut staging));
         if weight_len > 0 {
@@ -56,50 +56,41 @@ struct Pass<'a, T: Element> {
 }
 
 impl<T: Element> Pass<'_, T> {
-    /// Adds to `d_weight`; `staging` has room for three rows. Each token is visited once, by one task.
+    /// Adds to `d_weight`; `staging` has room for three times the rows of a token and one more. Each token
+    /// is visited once, by one task.
     fn token(&self, token: usize, d_weight: &mut [T::Compute], staging: &mut [T::Compute]) {
-        let [tokens, heads, dim] = self.x.shape();
+        let [_, heads, dim] = self.x.shape();
         let (tables, staging) = staging.split_at_mut(dim);
         let tables = super::table_rows(self.tables, token, dim, tables);
-        let (kernels, norm) = (self.kernels, self.norm);
-        let mut run = |x: HeadRows<&[_]>, gradient: HeadRows<&mut [_]>, heads| {
-            let d_weight = &mut *d_weight;
-            let args = NormRotateBackward { x, gradient, heads, dim, norm, tables, d_weight };
+        let (x_rows, staging) = staging.split_at_mut(heads * dim);
+        let (d_out_rows, target_rows) = staging.split_at_mut(heads * dim);
+        let x = match self.norm {
+            Some(_) => self.x.heads(token, x_rows),
+            None => HeadRows::one(&[][..]),
+        };
+        let mut run = |d_out, target: &mut [_]| {
+            let (_, ahead) = self.d_input.place(token, 0);
+            let gradient = HeadRows { elements: target, stride: dim, ahead: ahead as isize };
+            let (norm, kernels) = (self.norm, self.kernels);
+            let args =
+                NormRotateBackward { x, d_out, gradient, heads, dim, norm, tables, d_weight };
             (kernels.norm_rotate_backward)(args);
         };
-        let next = token + 1..(token + 2).min(tokens);
-        for head in 0..heads {
-            if norm.is_some() {
-                self.x.prefetch(next.clone(), head);
-            }
-            self.d_input.prefetch(next.clone(), head);
-        }
+        let d_out = self.d_out.as_ref().map(|d_out| d_out.heads(token, d_out_rows));
         // SAFETY: this token is visited once, by one task.
-        let gradient = unsafe { self.d_input.heads(token) }.and_then(T::as_compute_mut);
-        if let Some(((x, stride), gradient)) = self.x.heads_in_place(token).zip(gradient) {
-            if let Some(d_out) = &self.d_out {
-                for (head, row) in gradient.chunks_exact_mut(dim).enumerate() {
-                    d_out.read(token, head, row);
-                }
-            }
-            let (x, gradient) =
-                (HeadRows { elements: x, stride }, HeadRows { elements: gradient, stride: dim });
-            return run(x, gradient, heads);
+        if let Some(target) = unsafe { self.d_input.heads(token) }.and_then(T::as_compute_mut) {
+            return run(d_out, target);
         }
-        let (from, staging) = staging.split_at_mut(dim);
-        for head in 0..heads {
-            // SAFETY: as above.
-            let target = unsafe { self.d_input.row(token, head) };
-            let x = match norm {
-                Some(_) => self.x.compute_row(token, head, from),
-                None => &[],
-            };
-            match &self.d_out {
-                Some(d_out) => d_out.read(token, head, staging),
-                None => T::widen_all(target, staging),
+        if d_out.is_none() {
+            for (head, row) in target_rows.chunks_exact_mut(dim).enumerate() {
+                // SAFETY: as above.
+                T::widen_all(unsafe { self.d_input.row(token, head) }, row);
             }
-            run(HeadRows::one(x), HeadRows::one(&mut *staging), 1);
-            T::narrow_all(staging, target);
+        }
+        run(d_out, &mut *target_rows);
+        for (head, row) in target_rows.chunks_exact(dim).enumerate() {
+            // SAFETY: as above.
+            T::narrow_all(row, unsafe { self.d_input.row(token, head) });
         }
     }
 }

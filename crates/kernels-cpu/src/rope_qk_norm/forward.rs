@@ -21,12 +21,11 @@ pub(super) fn forward<T: Element>(
         let mut staging = vec![zero; (1 + NormRotation::<T>::STAGING) * dim];
         let (from, staging) = staging.split_at_mut(dim);
         for token in tokens {
-            let next = token + 1..(token + 2).min(x.shape()[0]);
-            (0..heads).for_each(|head| x.prefetch(next.clone(), head));
             // SAFETY: every token is visited once, by one task.
             let target = unsafe { out.heads(token) }.and_then(T::as_compute_mut);
             if let Some((source, target)) = x.heads_in_place(token).zip(target) {
-                rotation.heads(token, source, (target, dim), heads, staging);
+                let target = HeadRows { elements: target, stride: dim, ahead: 0 };
+                rotation.heads(token, source, target, heads, staging);
                 continue;
             }
             for head in 0..heads {
@@ -92,8 +91,8 @@ impl<'a, T: Element> NormRotation<'a, T> {
     fn heads(
         &self,
         token: usize,
-        (x, x_stride): (&[T::Compute], usize),
-        (out, out_stride): (&mut [T::Compute], usize),
+        x: HeadRows<&[T::Compute]>,
+        out: HeadRows<&mut [T::Compute]>,
         heads: usize,
         staging: &mut [T::Compute],
     ) {
@@ -101,10 +100,6 @@ impl<'a, T: Element> NormRotation<'a, T> {
         let tables = super::table_rows(self.tables.as_ref(), token, dim, staging);
         let norm = self.norm.as_ref();
         let norm = norm.map(|norm| RowNorm { weight: Some(&norm.weight), epsilon: norm.epsilon });
-        let (x, out) = (
-            HeadRows { elements: x, stride: x_stride },
-            HeadRows { elements: out, stride: out_stride },
-        );
         (self.kernels.norm_rotate)(NormRotate { x, out, heads, dim, norm, tables });
     }
 
@@ -117,7 +112,7 @@ impl<'a, T: Element> NormRotation<'a, T> {
         staging: &mut [T::Compute],
     ) {
         if let Some(out) = T::as_compute_mut(target) {
-            self.heads(token, (source, 0), (out, 0), 1, staging);
+            self.heads(token, HeadRows::one(source), HeadRows::one(out), 1, staging);
             return;
         }
         let dim = source.len();

@@ -8,6 +8,7 @@
 
 use std::ops::Range;
 
+use super::combine::Combine;
 use super::product::Product;
 use super::rows::{NormRotate, NormRotateBackward};
 use super::scores::{ScoreGradient, Softcap, Softmax};
@@ -29,6 +30,7 @@ pub struct Kernels<C> {
     pub(crate) rows: usize,
     pub(crate) along: fn(Along<'_, C>),
     pub(crate) across: fn(Across<'_, C>),
+    pub(crate) combine: fn(Combine<'_, C>),
     pub(crate) product: fn(Product<'_, C>),
     pub(crate) transpose: fn(Transpose<'_, C>),
     pub(crate) softmax: fn(Softmax<'_, C>),
@@ -88,9 +90,10 @@ pub(crate) struct Along<'a, C> {
 pub(crate) struct Across<'a, C> {
     pub(crate) out: &'a mut [C],
     pub(crate) scale: Option<&'a [C]>,
-    pub(crate) a: Tokens<'a, C>,
+    /// Blocks of tokens.
+    pub(crate) a: &'a [C],
     pub(crate) b: &'a [C],
-    /// Padded dimension of `out` and of the blocks of `a`; rows must have as many elements.
+    /// Padded dimension of `out` and of the blocks of `a`.
     pub(crate) dim: usize,
     pub(crate) rows: Range<usize>,
     /// Lanes of `b` in use.
@@ -98,7 +101,7 @@ pub(crate) struct Across<'a, C> {
     pub(crate) ahead: &'a mut Ahead,
 }
 
-/// `to[c * to_stride + r] = from[r * from_stride + c]`.
+/// `to[c * to_stride + r] = factor * from[r * from_stride + c]`.
 pub(crate) struct Transpose<'a, C> {
     pub(crate) from: &'a [C],
     pub(crate) from_stride: usize,
@@ -107,6 +110,7 @@ pub(crate) struct Transpose<'a, C> {
     /// Of `from`.
     pub(crate) rows: usize,
     pub(crate) columns: usize,
+    pub(crate) factor: C,
 }
 
 /// Runs `$body` with the constant `$n` set to the number of registers that `$lanes` lanes fill.
@@ -128,28 +132,35 @@ macro_rules! with_vectors {
         }
     }};
 }
+pub(super) use with_vectors;
 
-/// The micro-kernel: `acc[i][j] += *a(t, i) * b[t][j]` for each step `t`, everything in registers.
+/// The micro-kernel: `acc[i][j] += *a(t, i) * b[t][j]` for each step `t`, everything in registers. With
+/// `b` come the distance between its rows and, where it is not full, how much of the last register is
+/// there.
 ///
 /// # Safety
 ///
-/// Every `a(t, i)` must be readable, and `b` at `steps` rows of `V::BLOCK` numbers.
+/// Every `a(t, i)` must be readable, and `b` at `steps` rows of so many registers.
 #[inline(always)]
-unsafe fn accumulate<V: Vector, const PANEL: usize, const N: usize>(
+pub(super) unsafe fn accumulate<V: Vector, const PANEL: usize, const N: usize>(
     acc: &mut [[V; N]; PANEL],
     a: impl Fn(usize, usize) -> *const V::Scalar,
-    b: *const V::Scalar,
+    (b, stride, last): (*const V::Scalar, usize, Option<usize>),
     steps: usize,
     ahead: &mut Ahead,
 ) {
     for t in 0..steps {
-        if t.is_multiple_of(2) {
-            ahead.one();
-        }
+        ahead.one();
         let mut row = [V::splat(V::Scalar::ZERO); N];
         for (j, vector) in row.iter_mut().enumerate() {
             // SAFETY: `t < steps` and `j` counts registers of the row.
-            *vector = unsafe { V::load(b.add(t * V::BLOCK + j * V::LANES)) };
+            *vector = unsafe {
+                let from = b.add(t * stride + j * V::LANES);
+                match last {
+                    Some(last) if j + 1 == N => V::load_first(from, last),
+                    _ => V::load(from),
+                }
+            };
         }
         for (i, acc) in acc.iter_mut().enumerate() {
             // SAFETY: the caller promises that this is readable.
@@ -172,6 +183,7 @@ fn along_n<V: Vector, const PANEL: usize, const N: usize>(args: Along<'_, V::Sca
     let end = rows.end.next_multiple_of(PANEL);
     assert!(rows.start.is_multiple_of(PANEL) && end <= V::BLOCK);
     assert!(b.len() >= dim * V::BLOCK && out.len() >= end * V::BLOCK);
+    let b = (b.as_ptr(), V::BLOCK, None);
     for row in (rows.start..end).step_by(PANEL) {
         let mut acc = [[V::splat(V::Scalar::ZERO); N]; PANEL];
         match a {
@@ -180,7 +192,7 @@ fn along_n<V: Vector, const PANEL: usize, const N: usize>(args: Along<'_, V::Sca
                 // SAFETY: `row + i < BLOCK`, so that all offsets stay below the lengths asserted above.
                 unsafe {
                     let a = a.as_ptr().add(row);
-                    accumulate(&mut acc, |t, i| a.add(t * V::BLOCK + i), b.as_ptr(), dim, ahead);
+                    accumulate(&mut acc, |t, i| a.add(t * V::BLOCK + i), b, dim, ahead);
                 }
             }
             Tokens::Rows(a, stride) => {
@@ -189,7 +201,7 @@ fn along_n<V: Vector, const PANEL: usize, const N: usize>(args: Along<'_, V::Sca
                     a[(row + i).min(rows.end - 1) * stride..][..dim].as_ptr()
                 });
                 // SAFETY: each row has `dim` elements.
-                unsafe { accumulate(&mut acc, |t, i| rows[i].add(t), b.as_ptr(), dim, ahead) };
+                unsafe { accumulate(&mut acc, |t, i| rows[i].add(t), b, dim, ahead) };
             }
         }
         // SAFETY: `row + i < end`, within the length asserted above.
@@ -208,10 +220,7 @@ fn across_n<V: Vector, const PANEL: usize, const N: usize>(args: Across<'_, V::S
     let block_len = dim * V::BLOCK;
     assert!(dim.is_multiple_of(PANEL) && out.len() >= block_len);
     assert!(rows.is_empty() || b.len() >= rows.end * V::BLOCK);
-    assert!(match a {
-        Tokens::Blocks(a) => a.len() >= rows.end.div_ceil(V::BLOCK) * block_len,
-        Tokens::Rows(a, stride) => rows.is_empty() || a.len() >= (rows.end - 1) * stride + dim,
-    });
+    assert!(a.len() >= rows.end.div_ceil(V::BLOCK) * block_len);
     assert!(scale.is_none_or(|scale| scale.len() >= V::BLOCK));
     for row in (0..dim).step_by(PANEL) {
         // SAFETY: `row + i < dim`, and `t` counts tokens of a block or of `rows`, so that all offsets stay
@@ -229,22 +238,12 @@ fn across_n<V: Vector, const PANEL: usize, const N: usize>(args: Across<'_, V::S
             }
             let mut from = rows.start;
             while from < rows.end {
-                let b = b.as_ptr().add(from * V::BLOCK);
-                match a {
-                    Tokens::Blocks(a) => {
-                        let (block, first) = (from / V::BLOCK, from % V::BLOCK);
-                        let steps = (V::BLOCK - first).min(rows.end - from);
-                        let a = a.as_ptr().add(block * block_len + row * V::BLOCK + first);
-                        accumulate(&mut acc, |t, i| a.add(i * V::BLOCK + t), b, steps, ahead);
-                        from += steps;
-                    }
-                    Tokens::Rows(a, stride) => {
-                        let a = a.as_ptr().add(from * stride + row);
-                        let steps = rows.end - from;
-                        accumulate(&mut acc, |t, i| a.add(t * stride + i), b, steps, ahead);
-                        from = rows.end;
-                    }
-                }
+                let (block, first) = (from / V::BLOCK, from % V::BLOCK);
+                let steps = (V::BLOCK - first).min(rows.end - from);
+                let a = a.as_ptr().add(block * block_len + row * V::BLOCK + first);
+                let b = (b.as_ptr().add(from * V::BLOCK), V::BLOCK, None);
+                accumulate(&mut acc, |t, i| a.add(i * V::BLOCK + t), b, steps, ahead);
+                from += steps;
             }
             store(&acc, out);
         }
@@ -286,7 +285,7 @@ unsafe fn store<V: Vector, const PANEL: usize, const N: usize>(
 
 #[inline(always)]
 pub(super) fn transpose<V: Vector>(args: Transpose<'_, V::Scalar>) {
-    let Transpose { from, from_stride, to, to_stride, rows, columns } = args;
+    let Transpose { from, from_stride, to, to_stride, rows, columns, factor } = args;
     if rows == 0 || columns == 0 {
         return;
     }
@@ -299,18 +298,18 @@ pub(super) fn transpose<V: Vector>(args: Transpose<'_, V::Scalar>) {
             unsafe {
                 let from = from.as_ptr().add(row * from_stride + column);
                 let to = to.as_mut_ptr().add(column * to_stride + row);
-                V::transpose(from, from_stride, to, to_stride);
+                V::transpose(from, from_stride, to, to_stride, V::splat(factor));
             }
         }
         for row in row..row + V::LANES {
             for column in whole_columns..columns {
-                to[column * to_stride + row] = from[row * from_stride + column];
+                to[column * to_stride + row] = factor * from[row * from_stride + column];
             }
         }
     }
     for row in whole_rows..rows {
         for column in 0..columns {
-            to[column * to_stride + row] = from[row * from_stride + column];
+            to[column * to_stride + row] = factor * from[row * from_stride + column];
         }
     }
 }

@@ -1,5 +1,6 @@
 //! Which vector instructions run, and the inner loops written with them.
 
+mod combine;
 mod kernels;
 mod product;
 mod rows;
@@ -11,6 +12,7 @@ mod x86;
 use std::str::FromStr;
 use std::sync::OnceLock;
 
+pub(crate) use combine::Combine;
 pub use kernels::Kernels;
 pub(crate) use kernels::{Across, Along, Tokens, Transpose};
 pub(crate) use product::Product;
@@ -133,6 +135,7 @@ macro_rules! kernels {
                 rows: ROWS,
                 along: loops!(along: kernels::Along<'_, C> = kernels::along::<V, PANEL>),
                 across: loops!(across: kernels::Across<'_, C> = kernels::across::<V, PANEL>),
+                combine: loops!(combine: combine::Combine<'_, C> = combine::combine::<V, PANEL>),
                 product: loops!(
                     product: product::Product<'_, C> = product::product::<V, ROWS, VECTORS>
                 ),

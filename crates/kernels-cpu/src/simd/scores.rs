@@ -34,34 +34,82 @@ pub(crate) struct ScoreGradient<'a, C> {
 #[inline(always)]
 pub(super) fn softmax<V: Vector>(args: Softmax<'_, V::Scalar>) {
     let Softmax { scores, max, sum, correction, lanes } = args;
-    let zero = V::splat(V::Scalar::ZERO);
     assert!(max.len() >= V::BLOCK && sum.len() >= V::BLOCK && correction.len() >= V::BLOCK);
     assert!(scores.len().is_multiple_of(V::BLOCK) && lanes <= V::BLOCK);
+    let rows = scores.len() / V::BLOCK;
     for lane in (0..lanes).step_by(V::LANES) {
         // SAFETY: `lane + LANES <= BLOCK`, the length of every row.
         unsafe {
+            let scores = scores.as_mut_ptr().add(lane);
             let before = V::load(max.as_ptr().add(lane));
-            let mut largest = [before; 4];
-            for (i, row) in scores.chunks_exact(V::BLOCK).enumerate() {
-                largest[i % 4] = largest[i % 4].max(V::load(row.as_ptr().add(lane)));
-            }
-            let largest = largest[0].max(largest[1]).max(largest[2].max(largest[3]));
+            let largest = largest(scores, rows, before);
             // A lane that has seen no key yet: anything finite leaves its weights at zero.
             let shift = finite_or_zero(largest);
             let factor = before.sub(shift).exp2();
-            let mut total = [zero; 2];
-            for (i, row) in scores.chunks_exact_mut(V::BLOCK).enumerate() {
-                let at = row.as_mut_ptr().add(lane);
-                let weight = V::load(at).sub(shift).exp2();
-                weight.store(at);
-                total[i % 2] = total[i % 2].add(weight);
-            }
+            let total = weights(scores, rows, shift);
             let sum = sum.as_mut_ptr().add(lane);
-            V::load(sum).mul_add(factor, total[0].add(total[1])).store(sum);
+            V::load(sum).mul_add(factor, total).store(sum);
             factor.store(correction.as_mut_ptr().add(lane));
             largest.store(max.as_mut_ptr().add(lane));
         }
     }
+}
+
+/// Runs `$body` for each of `$rows` rows: with an accumulator of the array `$accumulators` in turn, so
+/// that none waits for the one before, and the last few with the first. An index that the compiler does
+/// not know would keep the accumulators in memory.
+macro_rules! in_turn {
+    ($rows:expr, $accumulators:ident, |$row:ident, $accumulator:ident| $body:expr) => {{
+        let count = $accumulators.len();
+        let whole = $rows - $rows % count;
+        for first in (0..whole).step_by(count) {
+            for (i, $accumulator) in $accumulators.iter_mut().enumerate() {
+                let $row = first + i;
+                $body;
+            }
+        }
+        for $row in whole..$rows {
+            let $accumulator = &mut $accumulators[0];
+            $body;
+        }
+    }};
+}
+
+/// The largest of `start` and the registers at the start of `rows` rows of a block.
+///
+/// # Safety
+///
+/// These must be readable.
+#[inline(always)]
+unsafe fn largest<V: Vector>(scores: *const V::Scalar, rows: usize, start: V) -> V {
+    let mut largest = [start; 4];
+    in_turn!(rows, largest, |row, largest| {
+        // SAFETY: as promised by the caller.
+        *largest = largest.max(unsafe { V::load(scores.add(row * V::BLOCK)) });
+    });
+    let [a, b, c, d] = largest;
+    a.max(b).max(c.max(d))
+}
+
+/// Puts `2^(score - shift)` in the place of the scores in the registers at the start of `rows` rows of a
+/// block. Returns the sum.
+///
+/// # Safety
+///
+/// These must be readable and writable.
+#[inline(always)]
+unsafe fn weights<V: Vector>(scores: *mut V::Scalar, rows: usize, shift: V) -> V {
+    let mut totals = [V::splat(V::Scalar::ZERO); 2];
+    in_turn!(rows, totals, |row, total| {
+        // SAFETY: as promised by the caller.
+        unsafe {
+            let at = scores.add(row * V::BLOCK);
+            let weight = V::load(at).sub(shift).exp2();
+            weight.store(at);
+            *total = total.add(weight);
+        }
+    });
+    totals[0].add(totals[1])
 }
 
 /// Zero for negative infinity, otherwise the number itself.

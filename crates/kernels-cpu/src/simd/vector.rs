@@ -80,7 +80,7 @@ pub trait Vector: Copy {
         sum.scale(integer).zero_where_less(self, Self::splat(Self::Scalar::EXP2_MIN))
     }
 
-    /// Transposes `LANES` rows of `LANES` numbers.
+    /// Transposes `LANES` rows of `LANES` numbers, each row times `factor`.
     ///
     /// # Safety
     ///
@@ -92,13 +92,18 @@ pub trait Vector: Copy {
         from_stride: usize,
         to: *mut Self::Scalar,
         to_stride: usize,
+        factor: Self,
     ) {
+        let mut numbers = [Self::Scalar::ZERO; 16];
+        assert!(Self::LANES <= numbers.len());
         for row in 0..Self::LANES {
-            for column in 0..Self::LANES {
+            // SAFETY: as promised by the caller; the array has room for a register.
+            unsafe {
+                Self::load(from.add(row * from_stride)).mul(factor).store(numbers.as_mut_ptr());
+            }
+            for (column, &number) in numbers[..Self::LANES].iter().enumerate() {
                 // SAFETY: as promised by the caller.
-                unsafe {
-                    *to.add(column * to_stride + row) = *from.add(row * from_stride + column);
-                }
+                unsafe { *to.add(column * to_stride + row) = number };
             }
         }
     }

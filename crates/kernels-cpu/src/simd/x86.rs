@@ -131,9 +131,10 @@ macro_rules! vector {
                     from_stride: usize,
                     to: *mut $scalar,
                     to_stride: usize,
+                    factor: Self,
                 ) {
                     // SAFETY: the caller's promise is passed on; instructions as for `splat`.
-                    unsafe { $transpose(from, from_stride, to, to_stride) }
+                    unsafe { $transpose(from, from_stride, to, to_stride, factor.0) }
                 }
             )?
         }
@@ -226,12 +227,18 @@ vector!(
 ///
 /// As for [`Vector::transpose`]; needs AVX-512F.
 #[inline(always)]
-unsafe fn transpose_16x16(from: *const f32, from_stride: usize, to: *mut f32, to_stride: usize) {
+unsafe fn transpose_16x16(
+    from: *const f32,
+    from_stride: usize,
+    to: *mut f32,
+    to_stride: usize,
+    factor: __m512,
+) {
     // SAFETY: the caller promises the instructions and the memory.
     unsafe {
         let mut r = [_mm512_setzero_ps(); 16];
         for (i, row) in r.iter_mut().enumerate() {
-            *row = _mm512_loadu_ps(from.add(i * from_stride));
+            *row = _mm512_mul_ps(_mm512_loadu_ps(from.add(i * from_stride)), factor);
         }
         // Within every 128-bit lane: 4x4 transposes of rows 4i..4i+4.
         let mut q = [_mm512_setzero_ps(); 16];
@@ -265,12 +272,18 @@ unsafe fn transpose_16x16(from: *const f32, from_stride: usize, to: *mut f32, to
 ///
 /// As for [`Vector::transpose`]; needs AVX.
 #[inline(always)]
-unsafe fn transpose_8x8(from: *const f32, from_stride: usize, to: *mut f32, to_stride: usize) {
+unsafe fn transpose_8x8(
+    from: *const f32,
+    from_stride: usize,
+    to: *mut f32,
+    to_stride: usize,
+    factor: __m256,
+) {
     // SAFETY: the caller promises the instructions and the memory.
     unsafe {
         let mut r = [_mm256_setzero_ps(); 8];
         for (i, row) in r.iter_mut().enumerate() {
-            *row = _mm256_loadu_ps(from.add(i * from_stride));
+            *row = _mm256_mul_ps(_mm256_loadu_ps(from.add(i * from_stride)), factor);
         }
         let mut q = [_mm256_setzero_ps(); 8];
         for i in [0, 4] {

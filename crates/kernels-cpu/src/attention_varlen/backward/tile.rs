@@ -46,7 +46,7 @@ impl<T: Element> Pass<'_, T> {
             (kernels.across)(Across {
                 out: &mut queries.d_q[here.start / block * q_len..][..q_len],
                 scale: None,
-                a: Tokens::Blocks(&keys.k[pair.first_key_block * q_len..]),
+                a: &keys.k[pair.first_key_block * q_len..],
                 b: &tile.d_scores,
                 dim: kernels.padded(head_dim),
                 rows: rows.clone(),
@@ -88,7 +88,7 @@ impl<T: Element> Pass<'_, T> {
             (kernels.across)(Across {
                 out: &mut out[(pair.first_key_block + index) * len..][..len],
                 scale: None,
-                a: Tokens::Blocks(&a[pair.queries.start / kernels.block * len..]),
+                a: &a[pair.queries.start / kernels.block * len..],
                 b: &b[index * self.tile_queries() * kernels.block..],
                 dim: kernels.padded(dim),
                 rows: rows.clone(),
@@ -164,6 +164,7 @@ impl<T: Element> Pass<'_, T> {
                     to_stride: block,
                     rows: block,
                     columns: block,
+                    factor: Real::ONE,
                 });
             }
         }
