@@ -10,7 +10,7 @@ const LINE: usize = 64;
 /// Segments of so many tokens are asked for ahead: they fit the second cache.
 pub(crate) const SHORT: usize = 256;
 
-/// Cache lines that the next task will need, asked for one at a time between the products of this one:
+/// Cache lines that the next task will need, asked for one at a time at the steps of this one's products:
 /// a processor that is asked for all of them at once can do nothing else meanwhile.
 #[derive(Default)]
 pub(crate) struct Ahead {

@@ -19,6 +19,7 @@ fn every_head_dim(
     let mut case = Case::new(&[(37, 37), (5, 50)], head_dim);
     case.options.is_causal = is_causal;
     check::<f32>(&case);
+    check::<f64>(&case);
 }
 
 #[rstest]
@@ -169,7 +170,8 @@ fn where_keys_lie_decides_no_bit(
     #[values(8, 12, 20)] value_dim: usize,
     #[values((4, 4), (4, 1))] (heads, kv_heads): (usize, usize),
 ) {
-    let lengths = [(31, 31), (3, 29), (0, 4), (33, 2)];
+    // 300 keys are several tiles: what the first has accumulated is read back.
+    let lengths = [(31, 31), (3, 29), (0, 4), (33, 2), (9, 300)];
     let case = Case { heads, kv_heads, value_dim, ..Case::new(&lengths, 12) };
     let [rows, packed] = [Order::Contiguous, Order::Transposed]
         .map(|order| Case { order, ..case.clone() }.data::<f32>());
@@ -193,6 +195,22 @@ fn expanded_keys_are_read_in_place() {
         for found in out.chunks(8) {
             assert!(found.iter().zip(&row).all(|(x, y)| (x - y).abs() < 1e-6), "{set:?} {found:?}");
         }
+    }
+}
+
+/// Queries that see no key give 0 also beside queries that see a NaN.
+#[rstest]
+fn blind_rows_are_zero_beside_nan(#[values(Order::Contiguous, Order::Transposed)] order: Order) {
+    let case = Case { heads: 1, kv_heads: 1, order, ..Case::new(&[(40, 4)], 8) };
+    let mut data = case.data::<f32>();
+    data.v = common::Tensor::new([4, 1, 8], vec![f64::NAN; 32], order);
+    let options = AttentionOptions { is_causal: true, ..data.attention().options };
+    for set in instruction_sets() {
+        let (mut out, mut lse) = (vec![f32::NAN; 320], vec![f32::NAN; 40]);
+        forward_with(set, &Attention { options, ..data.attention() }, &mut out, &mut lse);
+        assert!(out[..36 * 8].iter().all(|x| *x == 0.0), "{set:?} {out:?}");
+        assert!(out[36 * 8..].iter().all(|x| x.is_nan()), "{set:?} {out:?}");
+        assert!(lse[..36].iter().all(|x| *x == f32::NEG_INFINITY), "{set:?} {lse:?}");
     }
 }
 

@@ -234,6 +234,33 @@ fn expanded_heads_are_read_in_place() {
     }
 }
 
+/// The gradient of a sum or a mean: one number for all.
+#[rstest]
+fn expanded_gradients_are_those_of_copies(
+    #[values([0, 0, 0], [24, 0, 1])] strides: [isize; 3],
+    #[values(Norm::Absent, Norm::Input)] norm: Norm,
+) {
+    let case = Case::<f32>::new([2, 5, 24], Order::Contiguous, norm, true);
+    let numbers: Vec<f32> = (0..48).map(|i| 0.1 * i as f32 - 2.0).collect();
+    let shape = case.x.shape;
+    let place =
+        |token: usize, i: usize| numbers[token * strides[0] as usize + i * strides[2] as usize];
+    let copies: Vec<f32> = (0..240).map(|i| place(i / 120, i % 24)).collect();
+    for set in instruction_sets() {
+        let run = |d_out| {
+            let mut d_x = vec![f32::NAN; 240];
+            let d_input = ViewMut::contiguous(&mut d_x, shape);
+            let gradients = GradientBuffers::Separate { d_out, d_input };
+            let (norm, tables) = (case.norm(), case.tables());
+            let d_weight =
+                backward_with(set, &case.x.view(), norm.as_ref(), tables.as_ref(), gradients);
+            (d_x, d_weight)
+        };
+        let expanded = run(View::new(&numbers, 0, shape, strides));
+        assert_eq!(expanded, run(View::contiguous(&copies, shape)), "{set:?}");
+    }
+}
+
 #[test]
 fn the_weight_gradient_is_the_same_with_any_number_of_threads() {
     let case = Case::<f32>::new([900, 4, 64], Order::Contiguous, Norm::Input, true);

@@ -3,7 +3,7 @@
 //!
 //! Online softmax after Dao et al., "FlashAttention" (2022) and "FlashAttention-2" (2023). Queries are
 //! worked on in blocks whose tokens fill vector lanes; the keys and values of a segment are packed once
-//! and stream past all query tiles.
+//! and stream past all query tiles, or are read where they lie if there are few queries.
 
 mod backward;
 mod band;

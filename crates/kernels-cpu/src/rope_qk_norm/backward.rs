@@ -68,9 +68,8 @@ impl<T: Element> Pass<'_, T> {
             Some(_) => self.x.heads(token, x_rows),
             None => HeadRows::one(&[][..]),
         };
-        let mut run = |d_out, target: &mut [_]| {
-            let (_, ahead) = self.d_input.place(token, 0);
-            let gradient = HeadRows { elements: target, stride: dim, ahead: ahead as isize };
+        let mut run = |d_out, target: &mut [_], ahead| {
+            let gradient = HeadRows { elements: target, stride: dim, ahead };
             let (norm, kernels) = (self.norm, self.kernels);
             let args =
                 NormRotateBackward { x, d_out, gradient, heads, dim, norm, tables, d_weight };
@@ -79,7 +78,8 @@ impl<T: Element> Pass<'_, T> {
         let d_out = self.d_out.as_ref().map(|d_out| d_out.heads(token, d_out_rows));
         // SAFETY: this token is visited once, by one task.
         if let Some(target) = unsafe { self.d_input.heads(token) }.and_then(T::as_compute_mut) {
-            return run(d_out, target);
+            let (_, ahead) = self.d_input.place(token, 0);
+            return run(d_out, target, ahead as isize);
         }
         if d_out.is_none() {
             for (head, row) in target_rows.chunks_exact_mut(dim).enumerate() {
@@ -87,7 +87,7 @@ impl<T: Element> Pass<'_, T> {
                 T::widen_all(unsafe { self.d_input.row(token, head) }, row);
             }
         }
-        run(d_out, &mut *target_rows);
+        run(d_out, &mut *target_rows, 0);
         for (head, row) in target_rows.chunks_exact(dim).enumerate() {
             // SAFETY: as above.
             T::narrow_all(row, unsafe { self.d_input.row(token, head) });

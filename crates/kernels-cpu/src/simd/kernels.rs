@@ -3,8 +3,8 @@
 //! A *block* holds [`Kernels::block`] tokens of one head, transposed: element `d` of token `t` lies at
 //! `d * block + t`. The tokens of a block are worked on side by side in vector lanes. So scores are
 //! kept as `[keys][queries of a block]`, where row maxima, row sums and masks need no exchange between
-//! lanes, and the elements of keys and values are read one number at a time: no head dimension is
-//! padded to the width of a vector.
+//! lanes, and the elements of keys are read one number at a time: no head dimension is padded to the
+//! width of a vector. So are those of values in blocks; of values in rows, elements lie in lanes.
 
 use std::ops::Range;
 
@@ -140,7 +140,8 @@ pub(super) use with_vectors;
 ///
 /// # Safety
 ///
-/// Every `a(t, i)` must be readable, and `b` at `steps` rows of so many registers.
+/// Every `a(t, i)` must be readable, and `b` at `steps` rows of `N` registers, of the last of them `last`
+/// numbers.
 #[inline(always)]
 pub(super) unsafe fn accumulate<V: Vector, const PANEL: usize, const N: usize>(
     acc: &mut [[V; N]; PANEL],
@@ -223,7 +224,7 @@ fn across_n<V: Vector, const PANEL: usize, const N: usize>(args: Across<'_, V::S
     assert!(a.len() >= rows.end.div_ceil(V::BLOCK) * block_len);
     assert!(scale.is_none_or(|scale| scale.len() >= V::BLOCK));
     for row in (0..dim).step_by(PANEL) {
-        // SAFETY: `row + i < dim`, and `t` counts tokens of a block or of `rows`, so that all offsets stay
+        // SAFETY: `row + i < dim`, and `t` counts tokens of a block, so that all offsets stay
         // below the lengths asserted above.
         unsafe {
             let out = out.as_mut_ptr().add(row * V::BLOCK);

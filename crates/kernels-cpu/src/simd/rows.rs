@@ -222,7 +222,8 @@ pub(super) fn norm_rotate_backward<V: Vector>(args: NormRotateBackward<'_, V::Sc
     }
     let to = gradient.elements.as_mut_ptr().cast_const();
     let to = HeadRows { elements: to, stride: gradient.stride, ahead: gradient.ahead };
-    let from = d_out.map_or(to, |d_out| {
+    // In place, a line that is asked for once is there for both.
+    let from = d_out.map_or(HeadRows { ahead: 0, ..to }, |d_out| {
         d_out.check(d_out.elements.len(), heads, dim);
         d_out.start()
     });

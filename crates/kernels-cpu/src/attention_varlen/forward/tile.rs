@@ -158,7 +158,8 @@ impl<T: Element> Pass<'_, T> {
         }
     }
 
-    /// Writes the lse and what has been accumulated in blocks of a tile, divided by the sums.
+    /// Writes the lse, zeros where no key is seen, and what has been accumulated in blocks of a tile,
+    /// divided by the sums.
     pub(super) fn finish(
         &self,
         rows: &QueryRows<'_>,
@@ -175,24 +176,19 @@ impl<T: Element> Pass<'_, T> {
                 let target = unsafe { self.lse.row(token, rows.head) };
                 target[0] = if *sum == Real::ZERO { f32::NEG_INFINITY } else { lse as f32 };
             }
-            match keys.v {
-                Tokens::Blocks(_) => {
-                    invert(&block.sum, &mut block.factor);
-                    let factor = |lane: usize| block.factor[lane];
-                    // SAFETY: these rows belong to this task alone.
-                    unsafe {
-                        let out = &self.out;
-                        unpack(self.kernels, &block.out, out, rows.head, tokens, factor, staging);
-                    }
+            if let Tokens::Blocks(_) = keys.v {
+                invert(&block.sum, &mut block.factor);
+                let factor = |lane: usize| block.factor[lane];
+                // SAFETY: these rows belong to this task alone.
+                unsafe {
+                    let (tokens, out) = (tokens.clone(), &self.out);
+                    unpack(self.kernels, &block.out, out, rows.head, tokens, factor, staging);
                 }
-                Tokens::Rows(..) => {
-                    let zero = T::narrow(Real::ZERO);
-                    if rows.unit.band.seen_by_some(&queries).is_empty() {
-                        // SAFETY: as above.
-                        tokens
-                            .for_each(|token| unsafe { self.out.row(token, rows.head) }.fill(zero));
-                    }
-                }
+            }
+            // A row that sees no key has taken part in its neighbours' products, and 0 times NaN is NaN.
+            for (token, _) in tokens.zip(&*block.sum).filter(|(_, sum)| **sum == Real::ZERO) {
+                // SAFETY: as above.
+                unsafe { self.out.row(token, rows.head) }.fill(T::narrow(Real::ZERO));
             }
         }
     }
