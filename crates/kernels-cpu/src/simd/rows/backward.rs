@@ -4,8 +4,8 @@ use super::{HeadRows, Part, Rest, RowNorm, TOGETHER, Tables, Whole, check_weight
 use crate::element::Real;
 use crate::simd::vector::Vector;
 
-/// The gradient of the output of [`NormRotate`] becomes that of its input, and that of the weight is
-/// added to `d_weight`.
+/// The gradient of the output of [`NormRotate`](super::NormRotate) becomes that of its input, and that of
+/// the weight is added to `d_weight`.
 pub(crate) struct NormRotateBackward<'a, C> {
     /// Read where there is a norm.
     pub(crate) x: HeadRows<&'a [C]>,
